@@ -50,7 +50,6 @@ class LayerView(Protocol):
     index: int
     attention_norm: Tensor
     wqkv: Matrix
-    qkv_bias: Tensor | None
     qk_norm: Tensor | None
     ffn_norm: Tensor
     w13: Matrix

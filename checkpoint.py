@@ -53,6 +53,7 @@ from extra.hardware import (
     pick_dtype,
 )
 from extra.names import (
+    BIASES,
     CUT,
     EMBEDDING,
     OUTPUT,
@@ -184,6 +185,7 @@ class Source(ABC):
                 found.setdefault(tensor.name, []).append(tensor)
         if c.tie_embeddings:
             c = self.untied(c, found)
+        c = self.without_absent_biases(c, found)
         tensors = self.named(c, found)
         self.check(tensors.values(), found)
         return c, tensors
@@ -202,6 +204,16 @@ class Source(ABC):
             return replace(c, tie_embeddings=False)
         return c
 
+    def without_absent_biases(self, c: Config, found: Found) -> Config:
+        """The configuration without the biases that no layer has, which transformers and llama.cpp
+        take for zeros."""
+        present = set()
+        for t in model_tensors(c):
+            if t.field in BIASES:
+                names = [f"{t.name}.weight", *(part.name_in(self.naming) for part in t.parts)]
+                present.update(t.field for name in names if name in found)
+        return replace(c, **{bias: bias in present for bias in BIASES})
+
     def check(self, tensors: Collection[SourceTensor], found: Found) -> None:
         """Raise ValueError unless the files hold these tensors and no others."""
         problems = [problem for tensor in tensors for problem in tensor.problems()]
@@ -213,7 +225,7 @@ class Source(ABC):
                 problems.append(f"{name} is unexpected")
             elif not all(map(is_zero, found[name])):
                 weight = name.removesuffix("bias") + "weight"
-                problems.append(f"{weight} has a bias, which is supported for q, k and v only")
+                problems.append(f"{weight} has a bias, and should have none")
         if not problems:
             return
         shown = "; ".join(problems[:4])

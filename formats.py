@@ -465,7 +465,7 @@ PLAIN = Format("none", 16, load_elements, plain_values)
 
 @dataclass(eq=False)
 class Matrix:
-    """A weight matrix W of N rows and K columns, applied as y = x W^T."""
+    """A weight matrix W of N rows and K columns, applied as y = x W^T, or x W^T + bias."""
 
     # What the format says. Without a format, a single tensor [N, K] in 16 or 32 bits, which on a
     # CPU may be stored column by column or in oneDNN's layout (kernels.in_cpu_layout)
@@ -473,6 +473,7 @@ class Matrix:
     format: Format | None = None
     # A second copy for some products on a CPU: see Format.cpu_layout; without a format, oneDNN's
     cpu_layout: Tensors | None = field(default=None, kw_only=True)
+    bias: Tensor | None = field(default=None, kw_only=True)  # [N], if products have one
 
     def __post_init__(self) -> None:
         if isinstance(self.tensors, Tensor):

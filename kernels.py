@@ -88,6 +88,9 @@ from sampling import sample, sample_ref
 #      product runs between small fused kernels: with many tokens it is compute-bound, and runs at
 #      the card's product rate (BENCHMARKS.md).
 #
+#      A matrix may have a bias [N], which is added to y before the epilogue. Without one, None is
+#      passed, and the kernel is compiled without that step.
+#
 #      A kernel is told how a matrix is stored: LOAD, VALUES, SCALES, COLUMNS, GROUP and GAIN are
 #      what formats.Format describes.
 
@@ -157,7 +160,12 @@ MAX_CPU_LAYOUT = 48
 
 
 def linear_ref(x: Tensor, w: Matrix) -> Tensor:
-    """y = x W^T. x [T, K] -> [T, N]."""
+    """y = x W^T + bias. x [T, K] -> [T, N]."""
+    y = _product_ref(x, w)
+    return y if w.bias is None else y.add_(w.bias)
+
+
+def _product_ref(x: Tensor, w: Matrix) -> Tensor:
     if w.cpu_layout and not w.format:
         if x.shape[0] == 1:
             return _without_onednn(x, w)
@@ -375,7 +383,7 @@ def _first_rows(ids, N, SLOTS: tl.constexpr):
 
 @jit
 def _vector_kernel(
-    x, norm, w, eps, args, ids, N: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr,
+    x, norm, w, bias, eps, args, ids, N: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
     LOAD: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr, SCALES: tl.constexpr, COLUMNS: tl.constexpr,
     GAIN: tl.constexpr, HALF2_ASM: tl.constexpr, PEAK: tl.constexpr,
@@ -404,6 +412,8 @@ def _vector_kernel(
     offs_k = tl.arange(0, BLOCK)[None, :]
     if norm is not None:
         norm_tile = _load_vector(norm, 0, offs_k, K, BLOCK, COLUMNS)
+    if bias is not None:
+        biases = tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)
     gdc_wait(PDL)
     if ADDED is not None:
         added = tl.load(args[ADDED] + rows, mask=rows < N, other=0.0).to(tl.float32)
@@ -450,6 +460,8 @@ def _vector_kernel(
         y *= tl.rsqrt(tl.sum(squares) / K + eps)
     if GAIN is not None and SLOTS == 1:
         y *= row_scale(w, first[0] + rows, rows < N, GAIN)
+    if bias is not None:
+        y += biases
     if ADDED is not None:
         y = added + y
     STORE(args, y, ready, row, 1, N, ROWS, 1, SIZES)
@@ -582,7 +594,7 @@ def _slot_scales(w, first, rows, k, N, K: tl.constexpr, COLUMNS: tl.constexpr, G
 
 @jit
 def _stream_kernel(
-    x, norm, w, eps, args, ids, N: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr,
+    x, norm, w, bias, eps, args, ids, N: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr,
     ROWS: tl.constexpr, TILES: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, LOAD: tl.constexpr, SUMS: tl.constexpr, GROUP: tl.constexpr,
     SCALES: tl.constexpr, COLUMNS: tl.constexpr, GAIN: tl.constexpr, SUM_X: tl.constexpr, PEAK: tl.constexpr,
@@ -606,6 +618,8 @@ def _stream_kernel(
         offsets += ((first[slot] - slot) * K,)
     if GAIN is not None and SLOTS == 1:
         scales = row_scale(w, first[0] + row + offs, row + offs < end, GAIN)
+    if bias is not None:
+        biases = tl.load(bias + row + offs, mask=row + offs < end, other=0.0).to(tl.float32)
     # x in parts of BLOCK columns, each a tuple as _stream_x returns it. They are zeros until the
     # wait
     norm_tiles, x_parts = (), ()
@@ -662,6 +676,8 @@ def _stream_kernel(
         y *= tl.rsqrt(tl.sum(squares) / K + eps)
     if GAIN is not None and SLOTS == 1:
         y *= scales
+    if bias is not None:
+        y += biases
     if ADDED is not None:
         y += added
     STORE(args, y, ready, row, 1, end, COUNT, 1, SIZES)
@@ -765,7 +781,7 @@ def _tokens_operand(
 
 @jit
 def _few_kernel(
-    x, w, T, args, N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, E: tl.constexpr, FEW: tl.constexpr,
+    x, w, bias, T, args, N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, E: tl.constexpr, FEW: tl.constexpr,
     LOAD: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr, SCALES: tl.constexpr, COLUMNS: tl.constexpr,
     GAIN: tl.constexpr,
     PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
@@ -783,6 +799,9 @@ def _few_kernel(
     if GAIN is not None:
         rows = row + tl.arange(0, FEW.rows)[:, None]
         scales = row_scale(w, rows, rows < N, GAIN)
+    if bias is not None:
+        offs_n = row + tl.arange(0, FEW.rows)[:, None]
+        biases = tl.load(bias + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
     gdc_wait(PDL)
     acc = tl.full([FEW.warps, FEW.rows, TOKENS], 0.0, tl.float32)
     for k in tl.static_range(0, K, BLOCK):
@@ -801,6 +820,8 @@ def _few_kernel(
     y = tl.sum(acc, 0)
     if GAIN is not None:
         y *= scales
+    if bias is not None:
+        y += biases
     if ADDED is not None:
         rows, t = places(row, FEW.rows, TOKENS)
         added = tl.load(args[ADDED] + t * N + rows, mask=(rows < N) & (t < T), other=0.0)
@@ -866,7 +887,8 @@ def launch_product(
     if plan is None:
         return False
     normed = x if norm is None else rmsnorm(x, norm, eps)
-    _launch_plan(plan, (plan.programs,), (normed, w.tensors, T, epilogue.args), w, w.rows, epilogue)
+    args = (normed, w.tensors, w.bias, T, epilogue.args)
+    _launch_plan(plan, (plan.programs,), args, w, w.rows, epilogue)
     return True
 
 
@@ -884,7 +906,7 @@ def launch_single(
     products = 1 if stack is None or slots > 1 else len(ids)
     plan = _vector_or_stream_plan(op, x, w, rows, slots, products)
     grid = (plan.programs,) if products == 1 else (plan.programs, products)
-    args = (x, norm, w.tensors, eps, epilogue.args, ids)
+    args = (x, norm, w.tensors, w.bias, eps, epilogue.args, ids)
     _launch_plan(plan, grid, args, w, rows, epilogue, SLOTS=slots)
 
 
@@ -1105,23 +1127,27 @@ def library_product(
     GeForce tensor cores; a sum that overflows is inf in the library, and 65504 here."""
     if on_tensor_cores(w, accumulate):
         codes, scales = encode_rows(x, norm, eps)
-        return tensor_core_linear(codes, scales, w, x.dtype, accumulate, residual)
+        y = tensor_core_linear(codes, scales, w, x.dtype, accumulate, residual)
+        return y if w.bias is None else y.add_(w.bias)
     x = x if norm is None else rmsnorm(x, norm, eps)
     dense = dense_for(w, x)
     if accumulate != "fp16":
-        return _dense_product(x, dense, residual)
+        return _dense_product(x, dense, w.bias, residual)
     # A global switch of torch's, off by default
     torch.backends.cuda.matmul.allow_fp16_accumulation = True
     try:
-        return _dense_product(x, dense, residual).clamp_(-65504.0, 65504.0)
+        return _dense_product(x, dense, w.bias, residual).clamp_(-65504.0, 65504.0)
     finally:
         torch.backends.cuda.matmul.allow_fp16_accumulation = False
 
 
-def _dense_product(x: Tensor, dense: Tensor, residual: Tensor | None) -> Tensor:
+def _dense_product(
+    x: Tensor, dense: Tensor, bias: Tensor | None, residual: Tensor | None
+) -> Tensor:
     if residual is None:
-        return functional.linear(x, dense)
-    return residual.addmm_(x, dense.t())
+        return functional.linear(x, dense, bias)
+    residual.addmm_(x, dense.t())
+    return residual if bias is None else residual.add_(bias)
 
 
 # ---- embedding: x = table[tokens[pos : pos + T]]. tokens int32 [S], table [V, C] -> [T, C]
@@ -1242,7 +1268,7 @@ def _rotate(even, odd, cos, sin):
 
 @jit
 def _rope_kernel(
-    x, bias, qk_norm, eps, table, k_cache, v_cache, q, pos,
+    x, qk_norm, eps, table, k_cache, v_cache, q, pos,
     S: tl.constexpr, H: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ENCODE: tl.constexpr, FP16_SUMS: tl.constexpr, PDL: tl.constexpr,
@@ -1263,9 +1289,6 @@ def _rope_kernel(
     mask = (heads[:, None] < H + 2 * KH) & (offs_d[None, :] < D)
     offs = (t * (H + 2 * KH) + heads[:, None]).to(tl.int64) * D + offs_d[None, :]
     values = tl.load(x + offs, mask=mask, other=0.0).to(tl.float32)
-    if bias is not None:
-        biases = tl.load(bias + heads[:, None] * D + offs_d[None, :], mask=mask, other=0.0)
-        values += biases.to(tl.float32)
     turned = values
     if qk_norm is not None:
         weight = qk_norm + tl.where(heads < H, 0, D)[:, None] + offs_d[None, :]
@@ -1289,8 +1312,8 @@ def _rope_kernel(
 # ---- rmsnorm_qkv_rope: q, k, v = split(rmsnorm(x) Wqkv^T + bias); q, k = rope(q), rope(k)
 #      x [T, C], wqkv [(H + 2 KH) D, C] -> q [T, H, D]; k and v go to the state, at pos
 #
-#      Qwen2 has a bias [(H + 2 KH) D]. Qwen3 has qk_norm [2, D]: before rope, each head of q is
-#      normalised with the first row as the weight of rmsnorm, each head of k with the second.
+#      Qwen3 has qk_norm [2, D]: before rope, each head of q is normalised with the first row as
+#      the weight of rmsnorm, each head of k with the second.
 #      Keys and values in int8 are E4M3 codes without a scale: magnitudes up to 448, with three bits
 #      of mantissa from 0.016 up.
 
@@ -1301,8 +1324,6 @@ def rmsnorm_qkv_rope_ref(x: Tensor, layer: LayerView, state: StateView) -> Tenso
     k_cache, v_cache = state.k[layer.index], state.v[layer.index]
     KH, _, D = k_cache.shape
     qkv = linear_ref(rmsnorm_ref(x, layer.attention_norm, state.norm_eps), layer.wqkv)
-    if layer.qkv_bias is not None:
-        qkv = qkv + layer.qkv_bias
     qkv = qkv.view(T, -1, D)
     H = qkv.shape[1] - 2 * KH
     qk, v = qkv.split([H + KH, KH], 1)
@@ -1333,7 +1354,7 @@ def _prepare_rope(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZ
     head = pairs // (SIZES.D // 2)
     pair = pairs % (SIZES.D // 2)
     mask = (pairs < N // 2) & (t < T)
-    _, _, _, table, pos, _ = args
+    _, _, _, table, pos = args
     position = tl.load(pos) + t
     mask_qk = mask & (head < SIZES.H + SIZES.KH)
     angle = table + (position * (SIZES.D // 2) + pair) * 2
@@ -1347,11 +1368,11 @@ def _store_rope(
     args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
 ):
     """Rotate q and k, and store pairs where their head belongs: in q [T, H, D], or in the keys or
-    values [KH, S, D] at position. args: q, keys, values, table, pos, bias."""
+    values [KH, S, D] at position. args: q, keys, values, table, pos."""
     t, head, pair, position, cos, sin, mask = ready
     even, odd = _even_and_odd(y, ROWS, TOKENS)
     even, odd = _rotate(even, odd, cos, sin)
-    q, k_cache, v_cache, _, _, _ = args
+    q, k_cache, v_cache, _, _ = args
     HALF_D: tl.constexpr = SIZES.D // 2
     offs_q = ((t * SIZES.H + head) * HALF_D + pair) * 2
     mask_q = mask & (head < SIZES.H)
@@ -1372,20 +1393,18 @@ def rmsnorm_qkv_rope(
     x: Tensor, layer: LayerView, state: StateView, *, accumulate: str = "auto"
 ) -> Tensor:
     k_cache, v_cache = state.k[layer.index], state.v[layer.index]
-    bias, norm, eps = layer.qkv_bias, layer.attention_norm, state.norm_eps
+    norm, eps = layer.attention_norm, state.norm_eps
     T = len(x)
     KH, S, D = k_cache.shape
     H = layer.wqkv.rows // D - 2 * KH
     sizes = Heads(S, H, KH, D, k_cache.dtype == torch.int8)
     q = x.new_empty(T, H, D)
-    # An epilogue finishes q, k and v, with two exceptions: a norm of q and k needs whole heads, of
-    # which an epilogue gets only some rows; and what an epilogue adds (`added`) would need a bias
-    # for each of several tokens. In these cases a second kernel finishes them
+    # An epilogue finishes q, k and v. But a norm of q and k needs whole heads, of which an epilogue
+    # gets only some rows: then a second kernel finishes them
     qkv = None
-    if layer.qk_norm is None and (T == 1 or bias is None):
-        args = (q, k_cache, v_cache, state.rope, state.device_pos, bias)
-        added = None if bias is None else len(args) - 1
-        epilogue = Epilogue(_prepare_rope, _store_rope, args, sizes, added)
+    if layer.qk_norm is None:
+        args = (q, k_cache, v_cache, state.rope, state.device_pos)
+        epilogue = Epilogue(_prepare_rope, _store_rope, args, sizes)
     else:
         qkv = x.new_empty(T if T <= MAX_FEW else 0, layer.wqkv.rows, dtype=torch.float32)
         epilogue = Epilogue(_prepare_rows, _store_linear, (qkv,))
@@ -1404,7 +1423,7 @@ def _launch_rope(
     heads = sizes.H + 2 * sizes.KH
     block_d = triton.next_power_of_2(sizes.D)
     at_once = max(1, min(triton.next_power_of_2(heads), 2048 // block_d))
-    args = (qkv, layer.qkv_bias, layer.qk_norm, state.norm_eps, state.rope)
+    args = (qkv, layer.qk_norm, state.norm_eps, state.rope)
     args += (k_cache, v_cache, q, state.device_pos)
     encode = None
     if sizes.IN_8_BITS:

@@ -59,7 +59,11 @@ class Config:
     # How many positions back a token sees. Not implemented, so the context must not be longer
     sliding_window: int | None = None
     tie_embeddings: bool = False
-    qkv_bias: bool = False  # q, k and v have a bias
+    # Which products have a bias: those with wqkv, wo, w13 and w2
+    qkv_bias: bool = False
+    wo_bias: bool = False
+    w13_bias: bool = False
+    w2_bias: bool = False
     qk_norm: bool = False  # q and k are normalised head by head before RoPE
     # E and k of extra/experts.py; 0 in a dense model. With experts, hidden_dim is that of one
     n_experts: int = 0
@@ -118,11 +122,21 @@ class LayerWeights:
     ffn_norm: Tensor  # [C]
     w13: Matrix  # [2 F, C]: the rows of w1 and w3 interleaved; experts one after the other
     w2: Matrix  # [C, F]; experts one after the other
+    # Biases of the matrices, as their products have them
     qkv_bias: Tensor | None = None  # [(H + 2 KH) D]
+    wo_bias: Tensor | None = None  # [C]
+    w13_bias: Tensor | None = None  # [2 F], interleaved as the rows of w13
+    w2_bias: Tensor | None = None  # [C]
     qk_norm: Tensor | None = None  # [2, D]: the weights of q's norm, then of k's
     router: Matrix | None = None  # [E, C], never in a format; None in a layer without experts
     router_gain: float = 1.0  # a power of two that fit_norm took out of ffn_norm
     index: int = 0  # of the layer, from 0 on: its keys and values are State.k[index], v[index]
+
+    def __post_init__(self) -> None:
+        self.wqkv.bias = self.qkv_bias
+        self.wo.bias = self.wo_bias
+        self.w13.bias = self.w13_bias
+        self.w2.bias = self.w2_bias
 
     @property
     def dense_matrices(self) -> tuple[Matrix, ...]:
@@ -201,7 +215,11 @@ class Llama:
         w = self.weights
         self.ops = kernels.ops(self.backend, self.accumulate)
         if self.ranks.size > 1:
-            rows = {m: self.config.dim for layer in w.layers for m in (layer.wo, layer.w2)}
+            summed = [m for layer in w.layers for m in (layer.wo, layer.w2)]
+            if self.ranks.rank > 0:  # rank 0 adds their biases, as it does the residual
+                for m in summed:
+                    m.bias = None
+            rows = {m: self.config.dim for m in summed}
             rows[w.output] = w.output.rows
             self.exchange = make_exchange(self.ranks, rows, self.backend, self.device)
             fp16_sums = self.accumulate == "fp16"

@@ -203,6 +203,9 @@ FAMILIES = {  # what each adds to Llama 2, as its config.json has it, but small
     "linear": dict(rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=1e4)),
     "llama 3.2": dict(num_key_value_heads=2, tie_word_embeddings=True, rope_parameters=RAMP, eos_token_id=[2, 3, 4]),
     "smollm2": dict(num_attention_heads=6, num_key_value_heads=2, hidden_size=48, tie_word_embeddings=True),
+    "granite code": dict(
+        num_key_value_heads=2, attention_bias=True, mlp_bias=True, intermediate_size=128,
+    ),
     "mistral 7b v0.1": dict(model="Mistral", num_key_value_heads=2, sliding_window=256),
     "mistral nemo": dict(model="Mistral", num_key_value_heads=2, sliding_window=None, head_dim=24),
     "qwen 2.5": dict(model="Qwen2", num_key_value_heads=2),
@@ -525,13 +528,16 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
     forms = (INT4, OWN, *FILE_FORMATS) if arch in (80, 90) else (INT4, quants.E4M3_128)
     for T, form in itertools.product((1, 3, 60), forms if half else (INT4,)):
         kernels.fused.linear_add(new(T, 4096), blank(66, 4096, form), new(T, 66))
+    for T, form in itertools.product((1, 3, 60), (INT4, E4M3, None) if half else (INT4,)):
+        w = replace(blank(66, 4096, form), bias=new(66))
+        kernels.fused.linear_add(new(T, 4096), w, new(T, 66))
     layer = SimpleNamespace(ffn_norm=new(4096), w13=blank(66, 4096, INT4))
     kernels.fused.rmsnorm_swiglu(new(1, 4096), layer, SimpleNamespace(norm_eps=1e-5))
     codes, scales = new(66, 4096, dtype=torch.int8), new(66, 1, dtype=torch.float32)
     kernels._recode(layer.w13, codes, scales)
     for T, form in ((1, None), (100, None), (1, E4M3))[: 3 if half else 2]:
-        for extra in (dict(qkv_bias=new(12 * 128)), dict(qk_norm=new(2, 128))):
-            run_ops(["rmsnorm_qkv_rope"], T, (8, 2, 128), form, **extra)
+        run_ops(["rmsnorm_qkv_rope", "rmsnorm_swiglu"], T, (8, 2, 128), form, biased=True)
+        run_ops(["rmsnorm_qkv_rope"], T, (8, 2, 128), form, qk_norm=new(2, 128))
     C, F, V = 1024, 5504, 600
     for form in (None, E4M3) if half else (None,):
         w, output = blank(C, F, form), blank(V, C, form)
@@ -1043,7 +1049,7 @@ def randn(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
 
 
 def dense(m: Matrix) -> Matrix:
-    return Matrix(m.dense().float())
+    return Matrix(m.dense().float(), bias=None if m.bias is None else m.bias.float())
 
 
 def mapped(arguments, change):
@@ -1078,7 +1084,7 @@ def cloned(arguments):
 
 
 def encoded(arguments, format):
-    encode = lambda w: Matrix(format.encode(w.data), format)
+    encode = lambda w: Matrix(format.encode(w.data), format, bias=w.bias)
     return mapped(arguments, lambda a: encode(a) if format and isinstance(a, Matrix) else a)
 
 
@@ -1091,13 +1097,25 @@ def tensors_in(arguments: tuple) -> dict[str, torch.Tensor]:
 
 
 def op_arguments(
-    op: str, dtype: torch.dtype, heads: tuple, T: int, before: int, S: int = 0, **layer
+    op: str,
+    dtype: torch.dtype,
+    heads: tuple,
+    T: int,
+    before: int,
+    S: int = 0,
+    biased=False,
+    **layer,
 ) -> tuple[tuple, tuple]:
     """Arguments of an op for `heads` (H, KH, D), and which of them it writes in place, as
-    tensors_in names them. layer: fields that not every layer has. It is the second of a model."""
+    tensors_in names them. biased: matrices have a bias. layer: fields that not every layer has. It
+    is the second of a model."""
     H, KH, D = heads
     C, F, V, S = 8 * (2 * H + 1), 52, 101, S or before + T + 9
-    matrix = lambda rows, columns: Matrix(randn(rows, columns, dtype=dtype, scale=columns**-0.5))
+
+    def matrix(rows: int, columns: int) -> Matrix:
+        bias = randn(rows, dtype=dtype, scale=10) if biased else None
+        return Matrix(randn(rows, columns, dtype=dtype, scale=columns**-0.5), bias=bias)
+
     state = SimpleNamespace(
         tokens=torch.randint(0, V, (S,), device=DEVICE).int(),
         device_pos=torch.tensor([before], dtype=torch.int32, device=DEVICE),
@@ -1111,9 +1129,7 @@ def op_arguments(
     x, norm = randn(T, C, dtype=dtype, scale=3000 if before else 0.003), randn(C, dtype=dtype)
 
     def of_layer(**weights) -> SimpleNamespace:
-        return SimpleNamespace(
-            **dict(index=1, qkv_bias=None, qk_norm=None, router=None) | weights | layer
-        )
+        return SimpleNamespace(**dict(index=1, qk_norm=None, router=None) | weights | layer)
 
     qkv = lambda: of_layer(attention_norm=norm, wqkv=matrix((H + 2 * KH) * D, C))
     ffn = lambda: of_layer(ffn_norm=norm, w13=matrix(2 * F, C))
@@ -1195,19 +1211,20 @@ def test_op_equals_its_reference(dtype, heads, T, before, op, guarded):
 @pytest.mark.parametrize("T, before", TOKENS_AND_BEFORE)
 @pytest.mark.parametrize("dtype, heads", DTYPE_AND_HEADS, ids=str)
 def test_op_equals_its_reference_with_bias_and_norms(dtype, heads, T, before, guarded):
-    H, KH, D = heads
-    bias = randn((H + 2 * KH) * D, dtype=dtype, scale=30)
-    qk_norm = randn(2, D, dtype=dtype, scale=30)
+    qk_norm = randn(2, heads[2], dtype=dtype, scale=30)
     # in a prompt, norm, matmul, its norm and q are rounded
     limit = ONE_UNIT[dtype] * (1 if T == 1 else 2.5**2)
-    extras = dict(qkv_bias=bias), dict(qk_norm=qk_norm), dict(qkv_bias=bias, qk_norm=qk_norm)
-    for extra, format in itertools.product(extras, (None, E4M3) if T < 17 else (None,)):
+    cases = [(op, dict(biased=True)) for op in PRODUCTS]
+    cases += [
+        ("rmsnorm_qkv_rope", dict(qk_norm=qk_norm, biased=biased)) for biased in (False, True)
+    ]
+    for (op, extra), format in itertools.product(cases, (None, E4M3) if T < 17 else (None,)):
         # with what the one before left in scratch. Sums in half precision, which a GPU makes of a
         # token's packed products, leave an error that differs between draws
         count = 8 if ON_GPU and T == 1 and format else 1
-        draw = partial(op_arguments, "rmsnorm_qkv_rope", dtype, heads, T, before, **extra)
+        draw = partial(op_arguments, op, dtype, heads, T, before, **extra)
         draws = [encoded(draw()[0], format) for _ in range(count)]
-        equals_reference("rmsnorm_qkv_rope", draws, draw()[1], limit)
+        equals_reference(op, draws, draw()[1], limit)
     guarded()
 
 
@@ -1382,8 +1399,8 @@ def test_half_sums_saturate_and_do_not_hide_nan():
     rope = torch.full((T, D // 2, 2), 0.5**0.5, device=DEVICE)
     state = SimpleNamespace(k=[k], v=[v], device_pos=pos, rope=rope, norm_eps=0.0)
     state.scratch = launch.Scratch(DEVICE)
-    wqkv, bias = Matrix(full((3 * H * D, 64), 65504 / 64)), full((3 * H * D,), 65504.0)
-    layer = SimpleNamespace(index=0, attention_norm=x[0].clone(), wqkv=wqkv, qkv_bias=bias)
+    wqkv = Matrix(full((3 * H * D, 64), 65504 / 64), bias=full((3 * H * D,), 65504.0))
+    layer = SimpleNamespace(index=0, attention_norm=x[0].clone(), wqkv=wqkv)
     layer.qk_norm = None
     y = ops.attention(q, layer, state)
     assert torch.isfinite(y).all() and (y[8:] > 890).all()
@@ -1972,16 +1989,18 @@ def test_heads_of_a_4_bit_matrix(monkeypatch):
     monkeypatch.setattr(kernels, "processors", lambda device: 3)
     N, C, D, dtype = 5 * 48, 320, 48, torch.float16
 
-    def draw(**shapes: tuple[int, ...]) -> tuple:
-        extra = {name: randn(*shape, dtype=dtype) for name, shape in shapes.items()}
-        _, layer, state = op_arguments("rmsnorm_qkv_rope", dtype, (3, 1, D), 1, 4, **extra)[0]
+    def draw(has_norm: bool, has_bias: bool) -> tuple:
+        qk_norm = randn(2, D, dtype=dtype) if has_norm else None
+        bias = randn(N, dtype=dtype) if has_bias else None
+        arguments = op_arguments("rmsnorm_qkv_rope", dtype, (3, 1, D), 1, 4, qk_norm=qk_norm)
+        _, layer, state = arguments[0]
         layer.attention_norm = randn(C, dtype=dtype)
-        (layer.wqkv,) = encoded([Matrix(torch.randn(N, C, device=DEVICE))], INT4)
+        (layer.wqkv,) = encoded([Matrix(torch.randn(N, C, device=DEVICE), bias=bias)], INT4)
         return randn(1, C, dtype=dtype), layer, state
 
     # where few of a norm's weights are large, errors vary between draws
-    for extra in (dict(), dict(qkv_bias=(N,)), dict(qk_norm=(2, D))):
-        draws = [draw(**extra) for _ in range(64 if ON_GPU else 1)]
+    for extra in ((False, False), (False, True), (True, False)):
+        draws = [draw(*extra) for _ in range(64 if ON_GPU else 1)]
         equals_reference("rmsnorm_qkv_rope", draws, ("2.k", "2.v"), 4 * ONE_UNIT[dtype])
 
 
@@ -3845,7 +3864,8 @@ def test_stop_strings_with_control_tokens():
     *((name, None, "torch") for name in FAMILIES), ("qwen 2.5", "e4m3", "torch"), ("qwen 3", "e5m2", "torch"),
     # for Triton's kernels, the others are as the model of most tests
     ("qwen 2.5", None, "triton"), ("qwen 3", None, "triton"), ("qwen 3 moe", None, "triton"),
-    ("mixtral", "e4m3", "torch"), ("qwen 3 moe", "int4", "torch"),
+    ("mixtral", "e4m3", "torch"), ("qwen 3 moe", "int4", "torch"), ("granite code", None, "triton"),
+    ("granite code", "e4m3", "torch"), ("granite code", "int4", "torch"),
 ])  # fmt: skip
 def test_families_equal_transformers(tmp_path, family, fp8, backend, monkeypatch):
     """Logits of a prompt, whole and in parts, and greedy tokens after one that is evaluated in
@@ -4214,17 +4234,47 @@ def test_config_fields_and_defaults(tmp_path, family, fields):
     assert {name: getattr(ours, name) for name in expected} == expected
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
-def test_biases_of_attention(tmp_path, cli, family):
-    shape = dict(num_key_value_heads=2, head_dim=16, attention_bias=True)
-    theirs = hugging_face_model(model=family, **shape)
-    for layer in theirs.model.layers:
-        layer.self_attn.o_proj.bias.data.zero_()
+@pytest.mark.parametrize("family", ["llama", "qwen 3", "qwen 3 moe"])
+def test_biases_of_a_config(tmp_path, cli, family):
+    """Which products have one. Those that no layer has are zeros, as in transformers."""
+    shape = dict(attention_bias=True, mlp_bias=True) | FAMILIES.get(family, {})
+    theirs = hugging_face_model(**shape)
     theirs.save_pretrained(tmp_path)
-    assert_equals_transformers(tmp_path, theirs)
-    set_one("model.layers.1.self_attn.o_proj.bias", 1e-3)(tmp_path)
-    said = "self_attn.o_proj.weight has a bias, which is supported for q, k and v only"
-    assert_refused(cli("-m", tmp_path, "-p", "a"), said)
+    ours = assert_equals_transformers(tmp_path, theirs)
+    c, in_mlp = ours.config, family == "llama"
+    assert (c.qkv_bias, c.wo_bias, c.w13_bias, c.w2_bias) == (True, True, in_mlp, in_mlp)
+    projections = ["q", "o", *(("gate", "down") if in_mlp else ())]
+    for name in (f"{projection}_proj.bias" for projection in projections):
+        tensors = load_file(tmp_path / "model.safetensors")
+        last = next(key for key in tensors if key.endswith(name) and ".1." in key)
+        spoil_tensors(lambda t, last=last: t.pop(last))(tmp_path)
+        assert_refused(cli("-m", tmp_path, "-p", "a"), f"{last} is missing")
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    without = lambda t: [
+        t.pop(key) for key in [*t] if key.endswith(("o_proj.bias", "down_proj.bias"))
+    ]
+    spoil_tensors(without)(tmp_path)
+    theirs = type(theirs).from_pretrained(tmp_path, dtype=torch.float32)
+    assert not theirs.model.layers[1].self_attn.o_proj.bias.any()
+    assert not assert_equals_transformers(tmp_path, theirs).config.wo_bias
+
+
+@pytest.mark.parametrize("family, place", [
+    ("gqa", "self_attn.q_proj"), ("gqa", "mlp.down_proj"), ("qwen 2.5", "self_attn.o_proj"),
+    ("mistral nemo", "self_attn.v_proj"), ("mistral nemo", "mlp.gate_proj"), ("qwen 3", "mlp.up_proj"),
+    ("qwen 3 moe", "mlp.experts.5.up_proj"), ("mixtral", "block_sparse_moe.experts.0.w2"),
+])  # fmt: skip
+def test_biases_that_a_family_does_not_have(copy, cli, family, place):
+    """They are refused unless they are zeros, whatever the flags say."""
+    theirs = hugging_face_model(350, **FAMILIES[family])
+    theirs.save_pretrained(copy)
+    if family != "gqa":
+        spoil_config(mlp_bias=True, attention_bias=family != "qwen 3 moe")(copy)
+    name = f"model.layers.1.{place}"
+    spoil_tensors(lambda t: t.update({f"{name}.bias": torch.zeros(64)}))(copy)
+    assert_equals_transformers(copy, theirs)
+    set_one(f"{name}.bias", 1e-3)(copy)
+    assert_refused(cli("-m", copy, "-p", "a"), f"{name}.weight has a bias, and should have none")
 
 
 @pytest.mark.parametrize("fields, asked, size", [
@@ -4673,7 +4723,7 @@ def test_loading_bar_ends_full(copy, monkeypatch, shape):
 
 @pytest.mark.parametrize("shape, layout, form", [
     ("gqa", None, "e4m3"), ("mqa, tied", None, "e5m2"), ("gqa", "meta, 2 shards", "e4m3"),
-    ("mixtral", None, "e4m3"),
+    ("mixtral", None, "e4m3"), ("granite code", None, "e4m3"),
 ])  # fmt: skip
 def test_saved_model_is_the_model(cli, copy, shape, layout, form):
     """Also its chat template, which the name of the original's folder says."""
@@ -4690,7 +4740,7 @@ def test_saved_model_is_the_model(cli, copy, shape, layout, form):
     assert find_template(copy, {})[0] == find_template(saved, {})[0] == TEMPLATES["llama2"]
     tensors = load_file(saved / "model.safetensors")
     assert tensors["norm.weight"].dtype == torch.float16
-    rows = 224 * max(1, read_config(copy).n_experts)
+    rows = {"mixtral": 4 * 224, "granite code": 256}.get(shape, 224)
     written = {"layers.1.w13": (rows, 64), "layers.1.w13.scale": (rows,), "norm.weight": (64,)}
     found = {name: tuple(tensors[name].shape) for name in written}
     assert found == written, "folders that were saved earlier stay readable"
@@ -5749,7 +5799,9 @@ def assert_two_ranks_have(model, layer, format="held") -> None:
 OF_BYTES = dict(eos_token_id=258, bos_token_id=None)
 
 
-@pytest.mark.parametrize("family", ["llama 3.2", "linear", "qwen 2.5, tied, longer", "qwen 3"])
+@pytest.mark.parametrize(
+    "family", ["llama 3.2", "granite code", "qwen 2.5, tied, longer", "qwen 3"]
+)
 def test_gguf_models_equal_transformers(tmp_path, family, monkeypatch):
     """Of all types, mixed also among wq, wk and wv; whole and by ranks, a few rows at a time."""
     monkeypatch.setattr(schemes, "AT_ONCE", 50 * 256)
@@ -6400,9 +6452,11 @@ def test_quantised_experts_equal_transformers(copy, family, how):
 
 
 def test_gptq_of_a_model_with_biases(copy):
-    """Zeros, as GPTQ writes them for every matrix, but for those of q, k and v. FP8 as nvidia's
+    """Zeros, as GPTQ writes them for every matrix, but for those that the family has. FP8 as nvidia's
     folders said it at first. A joined matrix that is quantised in part."""
     assert_equals_transformers(copy, write_quantised(copy, "GPTQ", model="Qwen2"))
+    biases = dict(attention_bias=True, mlp_bias=True)
+    assert_equals_transformers(copy, write_quantised(copy, "GPTQ", **biases))
     theirs = write_quantised(copy, "FP8, modelopt")
     edit(copy / "config.json", quantization_config=None)
     said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
@@ -6814,6 +6868,8 @@ PARALLEL = {  # cases, with checkpoints made below: a folder, and options of loa
     "one key/value head, bias, tied": ("qwen 2.5, tied, longer", {}),
     "norms of q and k": ("qwen 3", {}),
     "experts": ("qwen 3 moe", {}),
+    "biases": ("granite code", {}),
+    "biases, saved": ("saved biases", {}),
     "bin": ("bin", {}),
     "meta, 2 shards": ("meta", {}),
     "e4m3": ("tiny", dict(format="e4m3")),
@@ -6822,13 +6878,14 @@ PARALLEL = {  # cases, with checkpoints made below: a folder, and options of loa
     "saved": ("saved", {}),
     "in graphs": ("tiny", {}),
     "fused": ("tiny", dict(backend="triton")),
+    "biases, fused": ("granite code", dict(backend="triton")),
     "a format of one's own": ("grouped", dict(format="own")),
     "saved, in a format of one's own": ("saved groups", {}),
 }
 
 
 # four would cut a group
-ONLY_BY_TWO = {"fused", "a format of one's own", "saved, in a format of one's own"}
+ONLY_BY_TWO = {"fused", "biases, fused", "a format of one's own", "saved, in a format of one's own"}
 
 
 def parallel_result(folder: Path, case: str, **changed) -> tuple[torch.Tensor, list[int]]:
@@ -6871,12 +6928,13 @@ def parallel_folder(tiny, grouped_folder, tmp_path_factory) -> Path:
     for name in ("tiny", "bin", "meta"):
         shutil.copytree(tiny, folder / name)
     torch.manual_seed(1)
-    for name in ("qwen 2.5, tied, longer", "qwen 3", "qwen 3 moe"):
+    for name in ("qwen 2.5, tied, longer", "qwen 3", "qwen 3 moe", "granite code"):
         hugging_face_model(301, **FAMILIES[name]).save_pretrained(folder / name)
         shutil.copy(tiny / "tokenizer.model", folder / name)
     to_bin(folder / "bin")
     to_meta(folder / "meta", 2)
     save(folder / "qwen 2.5, tied, longer", folder / "saved", device="cpu")
+    save(folder / "granite code", folder / "saved biases", device="cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(FORMATS, "own", OWN)
         save(grouped_folder, folder / "saved groups", format="own", device="cpu")
@@ -6937,7 +6995,9 @@ def test_exchange_adds_and_gathers(format):
     """Three ranks in one process, each with its own memory; a vocabulary that is not evenly
     divided."""
     C, V, columns, halves = 72, 101, (40, 24, 56), partial(randn, dtype=torch.float16)
-    sums = [encoded([Matrix(halves(C, k)) for k in columns], format) for _ in range(2)]
+    biases = halves(C), None, None  # rank 0 adds it
+    terms_of = lambda: [Matrix(halves(C, k), bias=bias) for k, bias in zip(columns, biases)]
+    sums = [encoded(terms_of(), format) for _ in range(2)]
     (whole,) = encoded([Matrix(halves(V, C))], format)
     cuts = [parallel.share(V, rank, 3) for rank in range(3)]
     part = lambda rows: tuple(t[rows].contiguous() for t in whole.tensors)

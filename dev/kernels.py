@@ -197,7 +197,7 @@ def plain_ops(
     def qkv(i: int) -> Tensor:
         own = layers[i]
         normed = plain_rmsnorm(x, own.attention_norm, eps)
-        heads = linear(normed, dense(own.wqkv), own.qkv_bias).view(T, -1, D)
+        heads = linear(normed, dense(own.wqkv), own.wqkv.bias).view(T, -1, D)
         q, k, v = heads.split([H, KH, KH], 1)
         if own.qk_norm is not None:
             q = plain_rmsnorm(q, own.qk_norm[0], eps)

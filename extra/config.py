@@ -100,9 +100,8 @@ def hugging_face_config(f: Fields, generation: Fields) -> Config:
     bos_ids = generation.ids("bos_token_id", vocab_size) or f.ids("bos_token_id", vocab_size)
     eos_ids = generation.ids("eos_token_id", vocab_size) or f.ids("eos_token_id", vocab_size)
     dtype = f["torch_dtype"]
-    qkv_bias = family.qkv_bias
-    if qkv_bias is None:
-        qkv_bias = bool(f.get("attention_bias"))
+    attention_bias = bool(f.get("attention_bias"))
+    mlp_bias = family.mlp_bias and bool(f.get("mlp_bias"))
     experts = experts_of(f, family.norm_topk) if family.experts else {}
     return Config(
         dim=dim,
@@ -119,7 +118,10 @@ def hugging_face_config(f: Fields, generation: Fields) -> Config:
         max_seq_len=max_seq_len,
         sliding_window=window,
         tie_embeddings=bool(f.get("tie_word_embeddings", False)),
-        qkv_bias=qkv_bias,  # other biases are refused unless they are 0, see Source.check
+        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        wo_bias=family.wo_bias and attention_bias,
+        w13_bias=mlp_bias,
+        w2_bias=mlp_bias,
         qk_norm=family.qk_norm,
         **experts,
         dtype=getattr(torch, dtype) if dtype else None,

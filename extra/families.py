@@ -42,6 +42,8 @@ class Family:
     naming: str = "hugging_face"  # the names of its tensors in a folder, see Part.name_in
     has_window: Callable[[Fields], bool] = in_some_layers
     qkv_bias: bool | None = None  # None: as attention_bias says
+    wo_bias: bool = True  # if attention_bias says so
+    mlp_bias: bool = False  # whether a config.json's field of this name counts
     qk_norm: bool = False
     hidden_dim: str = "intermediate_size"  # the field that says it
     experts: bool = False
@@ -51,7 +53,7 @@ class Family:
 
 # By model_type in a config.json
 FAMILIES = {
-    "llama": Family(gguf="llama", in_pairs=True),
+    "llama": Family(gguf="llama", mlp_bias=True, in_pairs=True),
     "mistral": Family(
         gguf="mistral",  # rarely: most files say llama
         defaults={
@@ -61,6 +63,7 @@ FAMILIES = {
         },
         has_window=always,
         qkv_bias=False,
+        wo_bias=False,
     ),
     "mixtral": Family(
         gguf="llama",
@@ -75,6 +78,7 @@ FAMILIES = {
         naming="mixtral",
         has_window=always,
         qkv_bias=False,
+        wo_bias=False,
         experts=True,
         norm_topk=True,
         in_pairs=True,
@@ -83,6 +87,7 @@ FAMILIES = {
         gguf="qwen2",
         defaults={"max_position_embeddings": 1 << 15, "num_key_value_heads": 32},
         qkv_bias=True,
+        wo_bias=False,
     ),
     "qwen3": Family(
         gguf="qwen3",

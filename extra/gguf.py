@@ -354,7 +354,8 @@ def config_json(gguf: GGUF) -> dict[str, Any]:
         "sliding_window": said("attention.sliding_window") or None,
         "use_sliding_window": bool(said("attention.sliding_window")),
         "max_window_layers": 0,
-        "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
+        "attention_bias": True,  # where there are such tensors: see Source.without_absent_biases
+        "mlp_bias": True,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "torch_dtype": _dtype(gguf),
         "bos_token_id": gguf.metadata.get("tokenizer.ggml.bos_token_id"),

@@ -78,6 +78,7 @@ LAYER = (
     Part("qk_norm", ROW, ("head_dim",), "attention.k_norm.weight", "self_attn.k_norm.weight",
          "attn_k_norm.weight", True),
     Part("wo", MATRIX, ("dim", "q_dim"), "attention.wo.weight", "self_attn.o_proj.weight", "attn_output.weight"),
+    Part("wo_bias", VECTOR, ("dim",), "attention.wo.bias", "self_attn.o_proj.bias", "attn_output.bias"),
     Part("ffn_norm", VECTOR, ("dim",), "ffn_norm.weight", "post_attention_layernorm.weight", "ffn_norm.weight"),
 )
 FEED_FORWARD = (
@@ -85,7 +86,12 @@ FEED_FORWARD = (
          in_turn=2),
     Part("w13", MATRIX, ("hidden_dim", "dim"), "feed_forward.w3.weight", "mlp.up_proj.weight", "ffn_up.weight",
          in_turn=2),
+    Part("w13_bias", VECTOR, ("hidden_dim",), "feed_forward.w1.bias", "mlp.gate_proj.bias", "ffn_gate.bias",
+         in_turn=2),
+    Part("w13_bias", VECTOR, ("hidden_dim",), "feed_forward.w3.bias", "mlp.up_proj.bias", "ffn_up.bias",
+         in_turn=2),
     Part("w2", MATRIX, ("dim", "hidden_dim"), "feed_forward.w2.weight", "mlp.down_proj.weight", "ffn_down.weight"),
+    Part("w2_bias", VECTOR, ("dim",), "feed_forward.w2.bias", "mlp.down_proj.bias", "ffn_down.bias"),
 )
 # Instead of it, in a model with experts; GGUF stacks theirs in one tensor
 ROUTER = Part("router", PLAIN, ("n_experts", "dim"), "feed_forward.gate.weight", "mlp.gate.weight",
@@ -103,6 +109,7 @@ EMBEDDING = Part("embedding", TABLE, ("vocab_size", "dim"), "tok_embeddings.weig
 NORM = Part("norm", VECTOR, ("dim",), "norm.weight", "model.norm.weight", "output_norm.weight")
 OUTPUT = Part("output", MATRIX, ("output_rows", "dim"), "output.weight", "lm_head.weight", "output.weight")
 # fmt: on
+BIASES = ("qkv_bias", "wo_bias", "w13_bias", "w2_bias")
 TIED_OUTPUT = replace(EMBEDDING, field="output", kind=MATRIX, dims=OUTPUT.dims)
 CUT = {  # sizes of which each rank has a share, and what is divided among the ranks
     "q_dim": "n_heads",
@@ -172,7 +179,7 @@ class ModelTensor:
 def layer_tensors(c: Config, layer: int = 0) -> list[ModelTensor]:
     """The tensors of a layer. Of those that only some models have, such as qkv_bias, a flag of that
     name in the config says whether they are there."""
-    rows = [row for row in LAYER if getattr(c, row.field, True)]
+    rows = [*LAYER]
     if c.n_experts:
         rows.append(ROUTER)
         for _, of_field in itertools.groupby(EXPERT, lambda row: row.field):
@@ -180,7 +187,7 @@ def layer_tensors(c: Config, layer: int = 0) -> list[ModelTensor]:
             rows += [replace(row, expert=e) for e in range(c.n_experts) for row in of_field]
     else:
         rows += FEED_FORWARD
-    rows = [replace(row, layer=layer) for row in rows]
+    rows = [replace(row, layer=layer) for row in rows if getattr(c, row.field, True)]
     fields = itertools.groupby(rows, lambda row: row.field)
     return [ModelTensor(f"layers.{layer}.{field}", tuple(parts)) for field, parts in fields]
 
