@@ -6212,7 +6212,7 @@ WORDS = rf"{WORD}{UPPER}*{LOWER}+|{WORD}{UPPER}+{LOWER}*"
 TEKKEN = rf"{WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{REST}"
 SPLITS = {
     "llama-bpe": [LLAMA_3], "qwen2": [LLAMA_3.replace("{1,3}", "")], "tekken": [TEKKEN],
-    "smollm": None, "gpt-2": None, "smaug-bpe": [LLAMA_3],
+    "smollm": None, "refact": None, "gpt-2": None, "smaug-bpe": [LLAMA_3],
     "seed-coder": [LLAMA_3.replace("{1,3}", "").replace("]+[\\r\\n]*", "]+")],
     "deepseek-coder": ["[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"],
 }  # fmt: skip

@@ -457,7 +457,9 @@ PRE_TOKENIZERS = {  # by tokenizer.ggml.pre
         (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u0800-\u9fa5\uac00-\ud7ff]+", r"\p{N}")
     ),
     "seed-coder": PreTokenizer((QWEN2.replace(SIGNS + r"[\r\n]*", SIGNS),)),
-    **dict.fromkeys(("smollm", "minerva-7b"), PreTokenizer((r"\p{N}", GPT2))),
+    **dict.fromkeys(
+        ("smollm", "minerva-7b", "refact", "starcoder"), PreTokenizer((r"\p{N}", GPT2))
+    ),
     **dict.fromkeys(("gpt-2", "mellum", "a.x-4.0", "trillion"), PreTokenizer((GPT2,))),
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
