@@ -4203,6 +4203,7 @@ LEFT_OUT = dict(num_attention_heads=32, max_position_embeddings=None, num_key_va
 @pytest.mark.parametrize("family, fields", [
     *itertools.product(("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe"), [*SAID, LEFT_OUT]),
     *itertools.product(("Qwen2", "Qwen3"), WINDOWS), ("Qwen3Moe", SLIDING),
+    ("Llama", SLIDING | dict(max_window_layers=0)),
     ("Qwen3Moe", dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=48, norm_topk_prob=True)),
     ("Qwen3Moe", dict(num_local_experts=16)), ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=1)),
 ], ids=str)  # fmt: skip

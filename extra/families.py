@@ -15,6 +15,10 @@ def always(f: Fields) -> bool:
     return True
 
 
+def never(f: Fields) -> bool:
+    return False
+
+
 def if_used(f: Fields) -> bool:
     return bool(f.get("use_sliding_window"))
 
@@ -53,7 +57,7 @@ class Family:
 
 # By model_type in a config.json
 FAMILIES = {
-    "llama": Family(gguf="llama", mlp_bias=True, in_pairs=True),
+    "llama": Family(gguf="llama", has_window=never, mlp_bias=True, in_pairs=True),
     "mistral": Family(
         gguf="mistral",  # rarely: most files say llama
         defaults={

@@ -317,6 +317,8 @@ def config_json(gguf: GGUF) -> dict[str, Any]:
         value = gguf.metadata.get(f"{arch}.{name}")
         return "an array" if isinstance(value, list | memoryview) else value
 
+    if family == "llama" and said("attention.sliding_window"):
+        family = "mistral"  # which llama.cpp counts among the llamas
     if "token_embd.weight" not in gguf.tensors:
         raise ValueError(f"{gguf.file} lacks the tensor token_embd.weight: it holds no model")
     rows = gguf.tensors["token_embd.weight"].shape[0]
