@@ -11,6 +11,7 @@ Milakov and Gimelshein, 2018)."""
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -103,8 +104,12 @@ def attention_ref(q: Tensor, layer: LayerView, state: StateView) -> Tensor:
     T, H, D = q.shape
     start_pos = int(state.device_pos)
     length = start_pos + T
-    k = cached_ref(state.k[layer.index][:, :length])
-    v = cached_ref(state.v[layer.index][:, :length])
+    k = state.k[layer.index][:, :length]
+    v = state.v[layer.index][:, :length]
+    if T == 1 and q.is_cpu and q.dtype == k.dtype == torch.bfloat16:
+        return _attend_one_bf16(q, k, v)
+    k = cached_ref(k)
+    v = cached_ref(v)
     if T == 1:
         return _attend_one_ref(q, k, v).to(q.dtype)
     at_once = MASK_BYTES // (MASK_ELEMENT * (H // len(k)) * length)
@@ -116,9 +121,27 @@ def attention_ref(q: Tensor, layer: LayerView, state: StateView) -> Tensor:
     return torch.cat(parts).to(q.dtype)
 
 
+def without_onednn(product: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """A product on a CPU by torch itself. Whatever the size, oneDNN needs 14 us before it starts,
+    and three times that within a step, whose weights push its code out of the caches."""
+    torch.backends.mkldnn.enabled = False  # a global switch of torch's, on by default
+    try:
+        return product(*args)
+    finally:
+        torch.backends.mkldnn.enabled = True
+
+
+def _attend_one_bf16(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One token's attention on a CPU, in bf16 with fp32 sums: keys and values are read as they are
+    stored. q [1, H, D], k and v [KH, S, D] -> [1, H D]"""
+    _, H, D = q.shape
+    rows = q.view(1, len(k), -1, D)  # the heads of a group are rows of one product
+    return without_onednn(_attend_rows, rows, k[None], v[None]).view(1, H * D)
+
+
 def _attend_one_ref(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One token's attention. q [1, H, D], k and v float32 [KH, S, D] -> float32 [1, H D]. For so few
-    rows torch's own function takes twice as long on a CPU."""
+    """One token's attention in fp32. q [1, H, D], k and v float32 [KH, S, D] -> float32 [1, H D].
+    For so few rows in fp32 torch's own function is no faster on a CPU, and slower on some."""
     _, H, D = q.shape
     rows = q.float().view(len(k), -1, D)  # the heads of a group are rows of one product
     scores = torch.bmm(rows, k.mT).div_(math.sqrt(D))
@@ -137,12 +160,16 @@ def _attend_ref(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     sees = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     mask = sees.repeat_interleave(G, 0)
     k, v = k[:, None], v[:, None]
-    y = functional.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
-    # torch mistakes a row whose scores are all NaN for a masked one and returns 0. The scores are
-    # all NaN if q is NaN, or if all keys are; then q or the first key, times 0, makes the row NaN
-    # again
-    y.addcmul_(rows, k[:, :, :1], value=0)
+    y = _attend_rows(rows, k, v, mask)
     return y.view(KH, T, G * D).transpose(0, 1).reshape(T, H * D)
+
+
+def _attend_rows(rows: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """torch's attention, which mistakes a row whose scores are all NaN for a masked one and returns
+    0. The scores are all NaN if q is not finite, or if all keys are NaN; then q or the first key,
+    times 0, makes the row NaN again."""
+    y = functional.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
+    return y.addcmul_(rows, k[:, :, :1], value=0)
 
 
 @jit

@@ -44,7 +44,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from attention import LayerView, StateView, attention, attention_ref, to_cache, to_cache_ref
+from attention import (
+    LayerView,
+    StateView,
+    attention,
+    attention_ref,
+    to_cache,
+    to_cache_ref,
+    without_onednn,
+)
 from extra import experts
 from extra.experts import Routes, route, route_ref
 from extra.int4 import INT4
@@ -167,8 +175,8 @@ def linear_ref(x: Tensor, w: Matrix) -> Tensor:
 
 def _product_ref(x: Tensor, w: Matrix) -> Tensor:
     if w.cpu_layout and not w.format:
-        if x.shape[0] == 1:
-            return _without_onednn(x, w)
+        if x.shape[0] == 1:  # oneDNN also reads a large matrix 10% more slowly
+            return without_onednn(functional.linear, x, w.data)
         w = Matrix(w.cpu_layout)
     if w.data.is_mkldnn:
         return _onednn_linear(x, w)
@@ -180,17 +188,6 @@ def _product_ref(x: Tensor, w: Matrix) -> Tensor:
         if w.format or x.dtype != torch.float16:
             return _cpu_vector_linear(x, w)
     return functional.linear(x, w.dense().to(x.dtype))
-
-
-def _without_onednn(x: Tensor, w: Matrix) -> Tensor:
-    """On a CPU, one token with a bf16 matrix by torch's own product (fp32 sums). Whatever the size,
-    oneDNN needs 14 us before it starts, and three times that within a step, whose weights push its
-    code out of the caches. It also reads a large matrix 10% more slowly."""
-    torch.backends.mkldnn.enabled = False  # a global switch of torch's, on by default
-    try:
-        return functional.linear(x, w.data)
-    finally:
-        torch.backends.mkldnn.enabled = True
 
 
 def _onednn_linear(x: Tensor, w: Matrix) -> Tensor:

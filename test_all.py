@@ -1315,6 +1315,27 @@ def test_attention_of_a_prompt(heads, start_pos, kv_fp8):
         check_attention(heads, T, start_pos, kv_fp8)
 
 
+@pytest.mark.parametrize("heads", [(4, 2, 16), (9, 3, 64), (8, 1, 24)], ids=str)
+@pytest.mark.parametrize("before", [0, 30, 700])
+def test_attention_of_one_token_in_bf16_on_a_cpu(heads, before):
+    """torch's own function; numbers that are not finite stay so."""
+    q, layer, state = op_arguments("attention", torch.bfloat16, heads, 1, before)[0]
+    tensors = [t.cpu() for t in (q, state.k[1], state.v[1])]
+    for cached in tensors[1:]:
+        cached[:, before + 1 :] = torch.nan
+
+    def attend(q, k, v):
+        caches = dict(k=(None, k), v=(None, v), device_pos=state.device_pos.cpu())
+        return attention.attention_ref(q, layer, changed(state, **caches))
+
+    exact = attend(tensors[0].float(), *tensors[1:])
+    assert nmse(attend(*tensors), exact) < ONE_UNIT[torch.bfloat16]
+    for which, bad in ((0, NAN), (0, INF), (0, -INF), (1, NAN), (2, NAN), (2, INF)):
+        spoiled = [t.clone() for t in tensors]
+        spoiled[which][0, 0, 3] = bad
+        assert not attend(*spoiled).isfinite().all(), (which, bad)
+
+
 @pytest.mark.parametrize("limit, value, blocks", [
     ("MOST_TOKENS", 32, [(64, 62), (64, 94), (12, 100)]),
     ("MASK_BYTES", 5 * 2 * 100 * 40, [(80, 70), (60, 100)]),
