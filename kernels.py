@@ -174,14 +174,15 @@ def linear_ref(x: Tensor, w: Matrix) -> Tensor:
 
 
 def _product_ref(x: Tensor, w: Matrix) -> Tensor:
-    if w.cpu_layout and not w.format:
+    if w.cpu_layout and w.format:
+        if x.shape[0] <= MAX_CPU_LAYOUT and x.dtype == torch.bfloat16:
+            return w.format.cpu_layout_linear(x, w.cpu_layout)
+    elif w.cpu_layout:
         if x.shape[0] == 1:  # oneDNN also reads a large matrix 10% more slowly
             return without_onednn(functional.linear, x, w.data)
         w = Matrix(w.cpu_layout)
     if w.data.is_mkldnn:
         return _onednn_linear(x, w)
-    if w.cpu_layout and x.shape[0] <= MAX_CPU_LAYOUT and x.dtype == torch.bfloat16:
-        return w.format.cpu_layout_linear(x, w.cpu_layout)
     if w.data.device.type == "cpu" and (w.format or w.data.dtype == torch.float16):
         if x.shape[0] > 1:
             return _cpu_prompt_linear(x, w)
@@ -221,7 +222,7 @@ def _cpu_vector_linear(x: Tensor, w: Matrix) -> Tensor:
         y = w.format.vector_linear(row.float(), w.tensors)
     else:
         y = torch.mv(w.data, row.half())
-    return y.to(x.dtype).mul_(scale)[None]
+    return y.float().mul_(scale).to(x.dtype)[None]  # fp16 to bf16 is slow directly
 
 
 def _cpu_prompt_linear(x: Tensor, w: Matrix) -> Tensor:
@@ -1181,7 +1182,8 @@ def embedding(T: int, table: Tensor, state: StateView) -> Tensor:
 #      x [T, C], weight [C] -> [T, C]
 
 
-ZERO = torch.zeros(())  # for addcmul, which multiplies three factors and rounds once
+# For addcmul, which multiplies three factors and rounds once
+ZEROS = {t: torch.zeros((), dtype=t) for t in (torch.float32, torch.float16, torch.bfloat16)}
 
 
 def rmsnorm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -1194,7 +1196,7 @@ def _rmsnorm_row(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """One token on a CPU, in two calls of torch, whose own function makes a dozen."""
     length = float(torch.linalg.vector_norm(x, dtype=torch.float32))
     rms = math.sqrt(length**2 / x.numel() + eps)
-    return torch.addcmul(ZERO, x, weight, value=1 / max(rms, 1e-30))  # eps may be 0
+    return torch.addcmul(ZEROS[x.dtype], x, weight, value=1 / max(rms, 1e-30))  # eps may be 0
 
 
 @jit
@@ -1323,14 +1325,14 @@ def rmsnorm_qkv_rope_ref(x: Tensor, layer: LayerView, state: StateView) -> Tenso
     qkv = linear_ref(rmsnorm_ref(x, layer.attention_norm, state.norm_eps), layer.wqkv)
     qkv = qkv.view(T, -1, D)
     H = qkv.shape[1] - 2 * KH
-    qk, v = qkv.split([H + KH, KH], 1)
+    qk = qkv[:, : H + KH]
     if layer.qk_norm is not None:
         heads = zip(qk.split([H, KH], 1), layer.qk_norm)
         qk = torch.cat([rmsnorm_ref(some, weight, state.norm_eps) for some, weight in heads], 1)
-    q, k = rope_ref(qk, state.rope, state.device_pos).split([H, KH], 1)
-    for cache_, new in ((k_cache, k), (v_cache, v)):
+    qk = rope_ref(qk, state.rope, state.device_pos)
+    for cache_, new in ((k_cache, qk[:, H:]), (v_cache, qkv[:, H + KH :])):
         cache_[:, start_pos : start_pos + T] = to_cache_ref(new, cache_.dtype).transpose(0, 1)
-    return q
+    return qk[:, :H]
 
 
 class Heads(NamedTuple):
@@ -1515,8 +1517,8 @@ def rmsnorm_swiglu_ref(
     else:
         rows = layer.w13.rows // layer.router.rows
         ab = experts.linear_ref(normed, layer.w13, rows, routes, linear_ref)
-    a, b = ab.unflatten(-1, (-1, 2)).unbind(-1)
-    h = functional.silu(a).mul_(b)
+    # b's silu is not needed, but torch is slow where elements are not neighbours
+    h = functional.silu(ab)[..., ::2] * ab[..., 1::2]
     if routes is None:
         return h
     return (h * routes.weights[..., None]).to(h.dtype)

@@ -83,9 +83,9 @@ class Codes4(Grouped):
         codes, pairs, *order = cpu_layout
         if order:
             x = x.index_select(1, order[0])
-        group = x.shape[1] // len(pairs)
-        # named with its overload, which torch would otherwise look for at each call, for a microsecond
-        return torch.ops.aten._weight_int4pack_mm_for_cpu.default(x, codes, group, pairs)
+        group = x.shape[1] // pairs.shape[0]
+        # as torch.ops.aten... it would take twice as long to call
+        return torch._weight_int4pack_mm_for_cpu(x, codes, group, pairs)
 
 
 @dataclass(frozen=True, eq=False)
