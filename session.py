@@ -370,13 +370,20 @@ class Session:
         """The text and the ids that the chat template makes of messages, up to where the model
         answers, or goes on with the last answer. If they continue the last chat, so do the ids.
         With several ranks, rank 0 renders, since a template may ask for the time; the others
-        receive the prompt or the error. Raises ValueError if the template refuses the messages."""
+        receive the prompt or the error. Raises ValueError if the template refuses the messages, or
+        leaves out a system message."""
         continues = messages[-1]["role"] == "assistant"
         if continues and not messages[-1]["content"].strip():
             messages = messages[:-1]
             continues = False
         render = self.tokenizer.chat_prompt
-        return self.ranks.broadcast(lambda: render(messages, past=self._past, continues=continues))
+        prompt = self.ranks.broadcast(
+            lambda: render(messages, past=self._past, continues=continues)
+        )
+        for message in messages:
+            if message["role"] == "system" and message["content"].strip() not in prompt.text:
+                raise ValueError("the chat template has no place for this system message")
+        return prompt
 
     def turn_ends(self) -> tuple[set[int], list[str]]:
         """The ids and the strings that end an answer, besides eos, according to the chat template.
