@@ -13,12 +13,12 @@ if __name__ == "__main__":  # the imports take time, and Ctrl-C needs no traceba
 import argparse
 import asyncio
 import hmac
+import logging
 import os
 import queue
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import closing, suppress
 from functools import partial
@@ -30,26 +30,26 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from extra import cli
-from extra.files import one_line
 from extra.hub import local_checkpoint
-from extra.openai import Ask, ChatAsk, Form, Refused, TextAsk, error_body, in_stream, read_ask
+from extra.openai import Ask, ChatAsk, Form, Refused, TextAsk, error_body, event, read_ask
 from run import open_session
 
 if TYPE_CHECKING:  # they import torch, which takes seconds
     from extra.parallel import Ranks
-    from session import Generation, Session
+    from session import Generation, Piece, Session
 
 BODY_BYTES = 8 << 20
 LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"  # origins that may always ask
-# Seconds between two parts of a stream, less than a frame of a screen: sending one takes as long as a
-# fifth of a token of a small model, and meanwhile the model's thread runs no Python
-PAUSE = 0.01
-NO_WAITING = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # for proxies
+# Seconds between two parts of a stream, such as a film has between two pictures: while one is sent,
+# the thread that generates waits for Python's lock, and finds less of its own in the caches
+PAUSE = 1 / 30
+STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+STREAM["X-Accel-Buffering"] = "no"  # in proxies
 
 
 # ---- the command line
@@ -91,129 +91,77 @@ class ClientGone(Exception):
 
 
 class Client:
-    """A request, and its answer so far. The thread that generates appends to it with `tell`; the one
-    that talks with clients waits for what is new, and takes it, with `hear`."""
+    """A request, and what becomes of it: the thread that generates tells it, and the one that talks
+    with clients hears it."""
 
-    def __init__(self, ask: Ask):
+    def __init__(self, ask: Ask | None, loop: asyncio.AbstractEventLoop | None = None):
+        """loop: of the thread that talks with clients; if None, nothing is told, since another rank
+        does it."""
         self.ask = ask
-        self.parts: deque[bytes] = deque()
-        self.error: Exception | None = None
-        self.loop = asyncio.get_running_loop()
-        self.news = asyncio.Event()
-        self.ended = asyncio.Event()  # all has been told, or the client has gone
+        self.loop = loop
+        self.news: asyncio.Queue[list[Piece] | Generation | Exception] = asyncio.Queue()
+        self.ended = False  # all has been told, or the client has gone
 
-    def tell(self, part: bytes, last: bool = False) -> None:
-        self.parts.append(part)
-        if last:
-            self.loop.call_soon_threadsafe(self.ended.set)
-        if last or not self.news.is_set():
-            self.loop.call_soon_threadsafe(self.news.set)
+    def tell(self, news: list[Piece] | Generation | Exception) -> None:
+        """What has been generated, the whole text when it ends, or why there is none."""
+        if self.loop:
+            self.loop.call_soon_threadsafe(self.news.put_nowait, news)
 
-    def fail(self, error: Exception) -> None:
-        self.error = error
-        self.tell(b"", last=True)
-
-    async def hear(self) -> bytes:
-        """What has been told since the last time. Raises the error if there is one."""
-        await self.news.wait()
-        self.news.clear()
-        if self.error:
-            raise self.error
-        return b"".join(self.parts.popleft() for _ in range(len(self.parts)))
-
-    async def stream(self, part: bytes) -> AsyncIterator[bytes]:
-        """The parts of the answer, of which the first has been heard."""
-        yield part
-        while self.parts or not self.ended.is_set():
-            with suppress(TimeoutError):
-                async with asyncio.timeout(PAUSE):
-                    await self.ended.wait()
-            try:
-                yield await self.hear()
-            except Refused as error:
-                yield in_stream(error_body(error))
-                return
+    async def hear(self) -> list[Piece] | Generation:
+        """What is told next. Raises it if it is an error."""
+        news = await self.news.get()
+        if isinstance(news, Exception):
+            raise news
+        return news
 
 
 # ---- the thread that generates
 
 
-class Writer:
-    """Generates the texts that clients ask for, on all ranks together. Rank 0 has the clients."""
+def write_next(session: Session, clients: queue.SimpleQueue[Client]) -> None:
+    """Wait for a client, and generate its text, on all ranks together. Rank 0 has the clients."""
+    from model import ContextFull
 
-    def __init__(self, session: Session, model: str, clients: queue.SimpleQueue[Client]):
-        """model: its name."""
-        self.session = session
-        self.model = model
-        self.clients = clients
-        self.client: Client | None = None
+    ranks = session.ranks
+    client = clients.get() if ranks.rank == 0 else Client(None)
+    client.ask = ranks.broadcast(lambda: client.ask)
+    try:
+        write(session, client)
+    except ClientGone:
+        pass
+    except ContextFull as error:
+        client.tell(Refused(str(error), code="context_length_exceeded"))
+    except ValueError as error:
+        client.tell(Refused(str(error)))
+    except Exception as error:
+        if ranks.size > 1:  # the others may wait for this one
+            raise
+        cli.note(f"error: {cli.error_line(error)}")
+        client.tell(Refused(cli.error_line(error), 500, "failed"))
+        session.state.truncate(0)  # what is in it may be wrong
+    client.ended = True
 
-    def write_next(self) -> None:
-        """Wait until a text is asked for, and generate it."""
-        from model import ContextFull
 
-        ranks = self.session.ranks
-        ask = ranks.broadcast(self._next)
-        try:
-            self._write(ask)
-        except ClientGone:
-            pass
-        except ContextFull as error:
-            self._fail(Refused(str(error), code="context_length_exceeded"))
-        except ValueError as error:
-            self._fail(Refused(str(error)))
-        except Refused as error:
-            self._fail(error)
-        except Exception as error:
-            if ranks.size > 1:  # the others may wait for this one
-                raise
-            cli.note(f"error: {cli.error_line(error)}")
-            self._fail(Refused(cli.error_line(error), 500, "failed"))
-            self.session.state.truncate(0)  # what is in it may be wrong
-
-    def _next(self) -> Ask:
-        self.client = self.clients.get()
-        return self.client.ask
-
-    def _tell(self, part: bytes, last: bool = False) -> None:
-        if self.client:
-            self.client.tell(part, last)
-
-    def _fail(self, error: Refused) -> None:
-        if self.client:
-            self.client.fail(error)
-
-    def _stop_if_gone(self, *_) -> None:
-        """Raise ClientGone on all ranks if the client has."""
-        if self.session.ranks.agree(bool(self.client and self.client.ended.is_set())):
+def write(session: Session, client: Client) -> None:
+    def stop_if_gone(*_) -> None:
+        if session.ranks.agree(client.ended):
             raise ClientGone
 
-    def _write(self, ask: Ask) -> None:
-        self._stop_if_gone()
-        generation = self._begin(ask)
-        form = Form(ask, self.model, self.session)
-        begin = form.begin()  # comes with the first piece, which would otherwise wait for PAUSE
-        with closing(generation):
-            for piece in generation:
-                if ask.stream and (piece.text or piece.logprobs):
-                    self._tell(begin + form.piece(piece.text, piece.logprobs))
-                    begin = b""
-                self._stop_if_gone()
-        answer = begin + form.end(generation) if ask.stream else form.whole(generation)
-        self._tell(answer, last=True)
-
-    def _begin(self, ask: Ask) -> Generation:
-        """The text that is asked for, of which nothing is evaluated yet. Raises Refused or
-        ValueError."""
-        options = ask.options() | {"progress": self._stop_if_gone}
-        if isinstance(ask, TextAsk):
-            return self.session.generate(ask.prompt, **options)
-        prompt = self.session.render([message.plain() for message in ask.messages])
-        for message in ask.messages:
-            text = message.plain()["content"].strip()
-            if message.role in ("system", "developer") and text not in prompt.text:
-                raise Refused("the chat template has no place for this system message")
-        return self.session.chat(prompt, **options)
+    stop_if_gone()
+    pieces = []
+    told = 0.0  # when
+    with closing(client.ask.begin(session, progress=stop_if_gone)) as text:
+        for piece in text:
+            pieces.append(piece)
+            now = time.perf_counter()
+            if client.ask.stream and now > told + PAUSE:
+                client.tell(pieces)
+                pieces = []
+                told = now
+            stop_if_gone()
+    if client.ask.stream:
+        client.tell(pieces)
+    client.tell(text)
 
 
 # ---- the thread that talks with clients
@@ -222,16 +170,22 @@ class Writer:
 class App:
     """What is answered at each path."""
 
-    def __init__(self, args: argparse.Namespace, model: str, size: int):
-        """model: its name. size: of the context, in tokens."""
-        self.args = args
-        self.model = model
-        self.size = size
-        self.queue: queue.SimpleQueue[Client] = queue.SimpleQueue()  # for the other thread
+    def __init__(
+        self, args: argparse.Namespace, session: Session, clients: queue.SimpleQueue[Client]
+    ):
+        """clients: for the thread that generates."""
+        self.model = args.model  # its name, on the hub
+        if path := local_checkpoint(args.model):
+            self.model = path.resolve().name
+        self.session = session
+        self.most = args.queue
+        self.queue = clients
         self.clients: list[Client] = []  # those without their text
         origins = dict(allow_origins=args.cors, allow_origin_regex=LOCAL, allow_headers=["*"])
         origins |= dict(allow_methods=["GET", "POST"], allow_private_network=True)
-        middleware = [(self.logged, {}), (CORSMiddleware, origins), (self.guarded, {})]
+        middleware = [Middleware(CORSMiddleware, **origins)]
+        if args.api_key:
+            middleware.append(Middleware(guarded, key=args.api_key))
         self.app = Starlette(
             routes=[
                 Route("/health", self.health),
@@ -240,26 +194,32 @@ class App:
                 Route("/v1/chat/completions", partial(self.text, ChatAsk), methods=["POST"]),
                 Route("/v1/completions", partial(self.text, TextAsk), methods=["POST"]),
             ],
-            middleware=[Middleware(layer, **options) for layer, options in middleware],
-            exception_handlers={HTTPException: refused},
+            middleware=middleware,
+            exception_handlers={
+                HTTPException: refused,
+                ClientDisconnect: lambda *_: Response(),  # nobody reads it
+                Exception: refused,
+            },
         )
 
     async def health(self, request: Request) -> JSONResponse:
         return JSONResponse({"status": "ok"})
 
     async def models(self, request: Request) -> JSONResponse:
+        size = self.session.state.size
         model = {"id": self.model, "object": "model", "created": 0, "owned_by": "fused-llama"}
-        model |= {"context_length": self.size, "max_model_len": self.size}
+        model |= {"context_length": size, "max_model_len": size}
         wanted = request.path_params.get("id")
         if wanted not in (None, self.model):
             raise Refused(f"the model is {self.model}", 404, "model_not_found")
         return JSONResponse(model if wanted else {"object": "list", "data": [model]})
 
     async def text(self, kind: type[Ask], request: Request) -> ASGIApp:
-        client = Client(read_ask(await body_of(request), kind))
-        self.clients = [other for other in self.clients if not other.ended.is_set()]
-        if len(self.clients) > self.args.queue:
-            raise Refused(f"{self.args.queue} requests wait already", 503, "queue_full")
+        ask = read_ask(await body_of(request), kind)
+        self.clients = [client for client in self.clients if not client.ended]
+        if len(self.clients) > self.most:
+            raise Refused(f"{self.most} requests wait already", 503, "queue_full")
+        client = Client(ask, asyncio.get_running_loop())
         self.clients.append(client)
         self.queue.put(client)
         return partial(self.answer, client)
@@ -268,63 +228,53 @@ class App:
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
-            client.fail(ClientGone())
+            client.ended = True
+            client.news.put_nowait(ClientGone())
 
         watching = asyncio.create_task(watch())
-        kind = "text/event-stream" if client.ask.stream else "application/json"
+        form = Form(client.ask, self.model, self.session)
         try:
-            parts = client.stream(await client.hear())
-            headers = NO_WAITING | {"Content-Type": kind}
-            await StreamingResponse(parts, headers=headers).stream_response(send)
+            first = await client.hear()
+            if client.ask.stream:
+                response = StreamingResponse(stream(client, form, first), headers=STREAM)
+                await response.stream_response(send)
+            else:
+                await JSONResponse(form.whole(first))(scope, receive, send)
         except ClientGone:
             pass
         finally:
             watching.cancel()
-            client.ended.set()
+            client.ended = True
 
-    def logged(self, app: ASGIApp) -> ASGIApp:
-        """Write a line for each request, without what it says."""
 
-        async def run(scope: Scope, receive: Receive, send: Send) -> None:
-            start = time.perf_counter()
-            status = "client left"
+async def stream(
+    client: Client, form: Form, news: list[Piece] | Generation
+) -> AsyncIterator[bytes]:
+    """The answer, as it is told; news: what has been told first."""
+    part = form.begin()
+    try:
+        while isinstance(news, list):
+            yield part + form.pieces(news)
+            part = b""
+            news = await client.hear()
+        yield part + form.end(news)
+    except Refused as error:
+        yield event(error_body(error))
 
-            async def noting(message: Message) -> None:
-                nonlocal status
-                status = message.get("status", status)
-                await send(message)
 
-            try:
-                await app(scope, receive, noting)
-            finally:
-                if not self.args.quiet:
-                    path = one_line(scope["raw_path"].decode(errors="replace"))
-                    seconds = time.perf_counter() - start
-                    line = f"{scope['client'][0]} {scope['method']} {path} {status}"
-                    cli.note(f"{line} {seconds:.3f} s")
+def guarded(app: ASGIApp, key: str) -> ASGIApp:
+    """Ask for the key, but for the server's health."""
+    wanted = f"Bearer {key}".encode()
 
-        return run
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        response = app
+        if scope["path"] != "/health" and not hmac.compare_digest(given, wanted):
+            error = Refused("the API key is missing or wrong", 401, "invalid_api_key")
+            response = refused(None, error)
+        await response(scope, receive, send)
 
-    def guarded(self, app: ASGIApp) -> ASGIApp:
-        """Ask for the key, and answer what has failed."""
-        key = self.args.api_key and f"Bearer {self.args.api_key}".encode()
-
-        async def run(scope: Scope, receive: Receive, send: Send) -> None:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            response = app
-            if key and scope["path"] != "/health" and not hmac.compare_digest(given, key):
-                error = Refused("the API key is missing or wrong", 401, "invalid_api_key")
-                response = refused(None, error)
-            try:
-                await response(scope, receive, send)
-            except ClientDisconnect:
-                pass
-            except Exception as error:
-                cli.note(f"error: {cli.error_line(error)}")
-                error = Refused(cli.error_line(error), 500, "failed")
-                await refused(None, error)(scope, receive, send)
-
-        return run
+    return run
 
 
 async def body_of(request: Request) -> bytes:
@@ -340,8 +290,11 @@ async def body_of(request: Request) -> bytes:
     return bytes(body)
 
 
-def refused(request: Request | None, error: HTTPException) -> JSONResponse:
-    """The answer to what is refused, by this program or by starlette."""
+def refused(request: Request | None, error: Exception) -> Response:
+    """The answer to what this program refuses, or starlette, or to what has failed."""
+    if not isinstance(error, HTTPException):
+        cli.note(f"error: {cli.error_line(error)}")
+        error = Refused(cli.error_line(error), 500, "failed")
     headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "2"}}
     status = error.status_code
     return JSONResponse(error_body(error), status, headers.get(status, error.headers))
@@ -359,13 +312,16 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def start_web_thread(app: App, listener: socket.socket) -> None:
+def start_web_thread(app: ASGIApp, listener: socket.socket, quiet: bool) -> None:
     """Serve the app in a thread that ends with the process; if it ends by itself, so does the
     process."""
+    logging.getLogger("uvicorn.error").disabled = True  # of what clients do wrong
+    logging.getLogger("uvicorn.access").addHandler(logging.StreamHandler())
+    logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     options = dict(http="h11", loop="asyncio", ws="none", lifespan="off", proxy_headers=False)
-    options |= dict(log_config=None, log_level="critical", access_log=False)
+    options |= dict(log_config=None, access_log=not quiet)
     options |= dict(server_header=False, timeout_keep_alive=75)
-    server = uvicorn.Server(uvicorn.Config(app.app, **options))
+    server = uvicorn.Server(uvicorn.Config(app, **options))
 
     def run() -> None:
         try:
@@ -382,38 +338,28 @@ def start_web_thread(app: App, listener: socket.socket) -> None:
 # ---- the program
 
 
-def ready_session(args: argparse.Namespace, ranks: Ranks) -> Session:
-    """A session that has generated a first text, so that what that compiles is ready."""
-    session = open_session(args, ranks)
-    with suppress(ValueError):  # a client is told the same
-        session.turn_ends()
-        session.generate("a", n=2).finish()
-    return session
-
-
 def work(args: argparse.Namespace, ranks: Ranks) -> int:
     from extra.hardware import pick_device
 
     ranks.join(pick_device(args.device, ranks))
-    listener = None
     if ranks.rank == 0:
-        listener = listen(args.host, args.port)
-    session = ready_session(args, ranks)
-    name = args.model  # on the hub
-    if path := local_checkpoint(name):
-        name = path.resolve().name
-    app = App(args, name, session.state.size)
-    if listener:
-        start_web_thread(app, listener)
+        listener = listen(args.host, args.port)  # an error comes before the model
+    session = open_session(args, ranks)
+    # What a first text compiles is ready when a client asks
+    with suppress(ValueError):  # a client is told the same
+        session.turn_ends()
+        session.generate("a", n=2).finish()
+    clients: queue.SimpleQueue[Client] = queue.SimpleQueue()
+    if ranks.rank == 0:
+        start_web_thread(App(args, session, clients).app, listener, args.quiet)
         if not args.quiet:
             host = f"[{args.host}]" if ":" in args.host else args.host
             port = listener.getsockname()[1]
             cli.note(f"model     {session.model.checkpoint.folder}")
             cli.note(f"running   {session.types()}, context {session.state.size}")
             cli.note(f"serving   http://{host}:{port}/v1 (Ctrl-C ends it)")
-    writer = Writer(session, name, app.queue)
     while True:
-        writer.write_next()
+        write_next(session, clients)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
 import uuid
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, create_model
-from pydantic_core import from_json
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+)
+from pydantic_core import from_json, to_json
 from starlette.exceptions import HTTPException
 
 from extra.files import one_line
 from extra.settings import FILTERS, RANDOM, SETTINGS, Setting
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
-    from session import Generation, Logprob, Session
+    from session import Generation, Logprob, Piece, Session
 
-# what OpenAI calls the reasons for which a text ends
-ENDS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
-
-# ---- requests
+# ---- errors
 
 
 class Refused(HTTPException):
@@ -40,6 +45,8 @@ def error_body(error: HTTPException) -> dict:
     return {"error": dict(message=one_line(error.detail), type=kind, code=code, param=param)}
 
 
+# ---- requests
+
 # Fields that would change the text in ways that do not exist here, and the values that they may
 # have, since these say nothing
 UNSUPPORTED = dict(
@@ -47,12 +54,13 @@ UNSUPPORTED = dict(
     tool_choice=["none", "auto"], functions=[[]], function_call=["none", "auto"],
     response_format=[{"type": "text"}], suffix=[""], grammar=[""], json_schema=[{}],
 )  # fmt: skip
-OPTIONS = {"n", "ignore_eos", "echo", *SETTINGS}  # of Session.generate
+OPTIONS = {"n", "stop", "ignore_eos", *SETTINGS}  # of Session.generate
 
 INT_END = 1 << 31
 Length = Annotated[int, Field(ge=-1, lt=INT_END)]
 Best = Annotated[int, Field(ge=0, le=20)]
 StopString = Annotated[str, Field(max_length=1000)]
+StopStrings = StopString | Annotated[list[StopString], Field(max_length=32)]
 
 
 class Strict(BaseModel):
@@ -80,6 +88,10 @@ class Message(Strict):
         return {"role": role, "content": content}
 
 
+def listed(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value
+
+
 def _field(setting: Setting):
     """A field of a request, and its default."""
     limits = Field(None, ge=setting.low, le=setting.largest, alias=setting.full or None)
@@ -97,34 +109,85 @@ class Ask(Filters):
     model: str = ""  # there is one, whatever its name
     n: Length = Field(-1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
     seed: int = Field(RANDOM, ge=RANDOM, le=SETTINGS["seed"].high)
-    stop: StopString | Annotated[list[StopString], Field(max_length=32)] = []
+    stop: Annotated[StopStrings, AfterValidator(listed)] = []
     ignore_eos: bool = False
     stream: bool = False
     stream_options: dict = {}
 
     def options(self) -> dict:
-        """Arguments of Session.generate."""
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        return self.model_dump(include=OPTIONS, exclude_none=True) | dict(stop=stop)
+        """Arguments of Session.generate and Session.chat."""
+        return self.model_dump(include=OPTIONS, exclude_none=True)
 
 
 class ChatAsk(Ask):
+    """A request for the next message of a chat, and the words of the answer."""
+
     messages: list[Message] = Field(min_length=1)
     logprobs: bool = False
     top_logprobs: Best = 0
 
-    def options(self) -> dict:
+    kind: ClassVar = "chat.completion"
+    kind_of_chunk: ClassVar = "chat.completion.chunk"
+    id_begins: ClassVar = "chatcmpl-"
+    first_chunk: ClassVar = {"delta": {"role": "assistant", "content": ""}}
+
+    def begin(self, session: Session, **options) -> Generation:
         best = self.top_logprobs if self.logprobs else None
-        return super().options() | dict(logprobs=best)
+        messages = [message.plain() for message in self.messages]
+        return session.chat(messages, logprobs=best, **self.options(), **options)
+
+    def whole(self, text: str) -> dict:
+        return {"message": {"role": "assistant", "content": text}}
+
+    def part(self, text: str) -> dict:
+        return {"delta": {"content": text} if text else {}}
+
+    def scores(self, logprobs: Sequence[Logprob], session: Session) -> dict:
+        def of(id: int, value: float) -> dict:
+            raw = session.tokenizer.bytes_of(id)
+            return {"token": session.text_of(id), "logprob": value, "bytes": [*raw]}
+
+        content = []
+        for score in logprobs:
+            best = [of(*pair) for pair in score.best]
+            content.append(of(score.id, score.logprob) | {"top_logprobs": best})
+        return {"content": content}
 
 
 class TextAsk(Ask):
+    """A request for the text that follows a prompt, and the words of the answer."""
+
     prompt: str | Annotated[list[int], Field(min_length=1)]
     logprobs: Best | None = None
     echo: bool = False  # the prompt comes before the text
 
-    def options(self) -> dict:
-        return super().options() | dict(logprobs=self.logprobs)
+    kind: ClassVar = "text_completion"
+    kind_of_chunk: ClassVar = kind
+    id_begins: ClassVar = "cmpl-"
+    first_chunk: ClassVar = None
+
+    def begin(self, session: Session, **options) -> Generation:
+        options |= dict(logprobs=self.logprobs, echo=self.echo)
+        return session.generate(self.prompt, **self.options(), **options)
+
+    def whole(self, text: str) -> dict:
+        return {"text": text}
+
+    part = whole
+
+    def scores(self, logprobs: Sequence[Logprob], session: Session) -> dict:
+        def best_of(score: Logprob) -> dict[str, float] | None:
+            if score.logprob is None:
+                return None
+            pairs = [*score.best, (score.id, score.logprob)]
+            return {session.text_of(id): value for id, value in pairs}
+
+        return {
+            "tokens": [session.text_of(score.id) for score in logprobs],
+            "token_logprobs": [score.logprob for score in logprobs],
+            "top_logprobs": [*map(best_of, logprobs)] if self.logprobs else None,
+            "text_offset": [score.begins for score in logprobs],
+        }
 
 
 def read_ask(body: bytes, kind: type[Ask]) -> Ask:
@@ -169,98 +232,67 @@ def refusal(error: ValidationError) -> Refused:
 
 # ---- answers
 
+# what OpenAI calls the reasons for which a text ends
+ENDS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
+
 
 class Form:
-    """How one text is answered: whole, or in the chunks of a stream."""
+    """How one text is answered: whole, or in the events of a stream."""
 
     def __init__(self, ask: Ask, model: str, session: Session):
         """model: its name."""
+        self.ask = ask
         self.session = session
-        self.is_chat = isinstance(ask, ChatAsk)
-        self.best = ask.options()["logprobs"]  # how many are told beside each token
+        self.head = {
+            "id": ask.id_begins + uuid.uuid4().hex,
+            "object": ask.kind_of_chunk if ask.stream else ask.kind,
+            "created": int(time.time()),
+            "model": model,
+        }
         self.counts = bool(ask.stream_options.get("include_usage"))
-        kind = "chat.completion" if self.is_chat else "text_completion"
-        if self.is_chat and ask.stream:
-            kind += ".chunk"
-        prefix = "chatcmpl-" if self.is_chat else "cmpl-"
-        self.head = {"id": prefix + uuid.uuid4().hex, "object": kind, "created": int(time.time())}
-        self.head["model"] = model
-        # of a chunk: made once, since each token takes time from the model's thread
-        self.begins = "data: " + json.dumps(self.head).removesuffix("}")
 
-    def whole(self, generation: Generation) -> bytes:
-        said = {"text": generation.text}
-        if self.is_chat:
-            said = {"message": {"role": "assistant", "content": generation.text}}
-        choice = self._choice(said, generation.logprobs, ENDS[generation.ended_by])
-        answer = self.head | {"choices": [choice], "usage": usage(generation)}
-        return json.dumps(answer).encode()
+    def whole(self, text: Generation) -> dict:
+        choices = [self._choice(self.ask.whole(text.text), text.logprobs, text.ended_by)]
+        return self.head | {"choices": choices, "usage": usage(text)}
 
     def begin(self) -> bytes:
         """The beginning of a stream."""
-        if self.is_chat:
-            return self._chunk({"delta": {"role": "assistant", "content": ""}}, [])
+        if self.ask.first_chunk:
+            return self._chunk(self.ask.first_chunk)
         return b""
 
-    def piece(self, text: str, logprobs: list[Logprob]) -> bytes:
+    def pieces(self, pieces: list[Piece]) -> bytes:
         """A part of a stream."""
-        said = {"delta": {"content": text}} if self.is_chat else {"text": text}
-        return self._chunk(said, logprobs)
+        said = [piece for piece in pieces if piece.text or piece.logprobs]
+        return b"".join(self._chunk(self.ask.part(piece.text), piece.logprobs) for piece in said)
 
-    def end(self, generation: Generation) -> bytes:
+    def end(self, text: Generation) -> bytes:
         """The end of a stream."""
-        said = {"delta": {}} if self.is_chat else {"text": ""}
-        end = self._chunk(said, [], ENDS[generation.ended_by])
+        end = self._chunk(self.ask.part(""), ended_by=text.ended_by)
         if self.counts:
-            end += in_stream(self.head | {"choices": [], "usage": usage(generation)})
+            end += event(self.head | {"choices": [], "usage": usage(text)})
         return end + b"data: [DONE]\n\n"
 
-    def _chunk(self, said: dict, logprobs: list[Logprob], reason: str | None = None) -> bytes:
-        choices = json.dumps([self._choice(said, logprobs, reason)])
-        usage = ', "usage": null' if self.counts else ""
-        return f'{self.begins}, "choices": {choices}{usage}}}\n\n'.encode()
+    def _chunk(self, said: dict, logprobs: Sequence[Logprob] = (), ended_by: str = "") -> bytes:
+        chunk = self.head | {"choices": [self._choice(said, logprobs, ended_by)]}
+        if self.counts:
+            chunk["usage"] = None
+        return event(chunk)
 
-    def _choice(self, said: dict, logprobs: list[Logprob], reason: str | None) -> dict:
-        scores = None
-        if logprobs:
-            scores = self._chat_scores(logprobs) if self.is_chat else self._text_scores(logprobs)
-        return {"index": 0, **said, "logprobs": scores, "finish_reason": reason}
-
-    def _chat_scores(self, logprobs: list[Logprob]) -> dict:
-        def of(id: int, value: float) -> dict:
-            raw = self.session.tokenizer.bytes_of(id)
-            return {"token": self.session.text_of(id), "logprob": value, "bytes": [*raw]}
-
-        content = []
-        for score in logprobs:
-            best = [of(*pair) for pair in score.best]
-            content.append(of(score.id, score.logprob) | {"top_logprobs": best})
-        return {"content": content}
-
-    def _text_scores(self, logprobs: list[Logprob]) -> dict:
-        text_of = self.session.text_of
-
-        def best_of(score: Logprob) -> dict[str, float] | None:
-            if score.logprob is None:
-                return None
-            return {text_of(id): p for id, p in [*score.best, (score.id, score.logprob)]}
-
-        return {
-            "tokens": [text_of(score.id) for score in logprobs],
-            "token_logprobs": [score.logprob for score in logprobs],
-            "top_logprobs": [*map(best_of, logprobs)] if self.best else None,
-            "text_offset": [score.begins for score in logprobs],
-        }
+    def _choice(self, said: dict, logprobs: Sequence[Logprob], ended_by: str) -> dict:
+        scores = self.ask.scores(logprobs, self.session) if logprobs else None
+        return {"index": 0, **said, "logprobs": scores, "finish_reason": ENDS.get(ended_by)}
 
 
-def usage(generation: Generation) -> dict:
+def usage(text: Generation) -> dict:
     return {
-        "prompt_tokens": generation.prompt_tokens,
-        "completion_tokens": len(generation.ids),
-        "total_tokens": generation.prompt_tokens + len(generation.ids),
-        "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
+        "prompt_tokens": text.prompt_tokens,
+        "completion_tokens": len(text.ids),
+        "total_tokens": text.prompt_tokens + len(text.ids),
+        "prompt_tokens_details": {"cached_tokens": text.cached_tokens},
     }
 
 
-def in_stream(value: dict) -> bytes:
-    return b"data: " + json.dumps(value).encode() + b"\n\n"
+def event(value: dict) -> bytes:
+    """An event of a stream."""
+    return b"data: " + to_json(value) + b"\n\n"
