@@ -54,7 +54,7 @@ from attention import (
     without_onednn,
 )
 from extra import experts
-from extra.experts import Routes, route, route_ref
+from extra.experts import Among, Routes, block_of, route, route_ref
 from extra.int4 import INT4
 from formats import (
     Format,
@@ -73,13 +73,17 @@ from launch import (
     EMULATED,
     capability,
     constexpr,
+    even_and_odd,
     few_sizes,
     gdc_launch_dependents,
     gdc_wait,
+    grouped_sizes,
     jit,
     launch,
+    places,
     processors,
     saturated,
+    silu_mul,
     stream_sizes,
     tl,
     triton,
@@ -345,16 +349,6 @@ def _range_of(
         peak = tl.maximum(tl.max(peaks).to(tl.float32), 1e-30)
         power = _power_of_two(tl.minimum(PEAK / peak, 32768.0))
     return power, inv_rms
-
-
-@jit
-def places(row, COUNT: tl.constexpr, TOKENS: tl.constexpr):
-    """For an epilogue: the indices of COUNT rows from `row` on, and those of the tokens, in shapes
-    that broadcast."""
-    if TOKENS == 1:
-        return row + tl.arange(0, COUNT), row * 0
-    else:
-        return row + tl.arange(0, COUNT)[:, None], tl.arange(0, TOKENS)[None, :]
 
 
 @jit
@@ -706,16 +700,20 @@ def _stream_kernel(
 #      where there is one, is a separate kernel that runs first: while it runs, the first tiles of W are
 #      already in flight.
 
-MAX_FEW = 16  # tokens
+MAX_FEW = experts.FEW  # tokens
+# How many slots an expert must have on average, before its 4-bit matrices are recoded for the 8-bit
+# tensor cores: below, that takes longer than it saves
+RECODED_FROM = 16
 
 
 @jit
 def _load_few_weights(
-    w, row, k: tl.constexpr, N, K: tl.constexpr, E: tl.constexpr, FEW: tl.constexpr, LOAD: tl.constexpr,
-    GROUP: tl.constexpr,
+    w, first, row, k: tl.constexpr, N, K: tl.constexpr, E: tl.constexpr, FEW: tl.constexpr,
+    LOAD: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Load FEW.rows rows of W from `row` on, and of each of them FEW.warps * FEW.steps * 64
-    bytes from column k on. A thread gets E weights of a row. A warp loads FEW.lanes * 16
+    """Load FEW.rows rows of the matrix whose N rows begin at row `first` of W, from its `row` on,
+    and of each of them FEW.warps * FEW.steps * 64 bytes from column k on. A thread gets E weights
+    of a row. A warp loads FEW.lanes * 16
     neighbouring bytes of a row at a time; with more than 4 lanes the compiler moves values between
     threads."""
     GROUPS: tl.constexpr = FEW.rows // 8
@@ -726,7 +724,7 @@ def _load_few_weights(
     rows = row + register // SIDES % GROUPS * 8 + side * (8 // SIDES) + lane // FEW.lanes
     step = warp * FEW.steps + register // (SIDES * GROUPS) * SIDES
     col = k + step * (4 * E) + lane % FEW.lanes * E
-    start = tl.minimum(rows, N - 1).to(tl.int64) * K
+    start = (tl.minimum(rows, N - 1).to(tl.int64) + first) * K
     left = None if k + FEW.warps * FEW.steps * 4 * E <= K else K - col
     return LOAD(w, start, col, left, E, E, GROUP)
 
@@ -750,12 +748,12 @@ def _weights_operand(tile, FEW: tl.constexpr):
 
 @jit
 def _tokens_operand(
-    x, k: tl.constexpr, T, K: tl.constexpr, TOKENS: tl.constexpr, E: tl.constexpr, FEW: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    x, k: tl.constexpr, T, slots, K: tl.constexpr, TOKENS: tl.constexpr, E: tl.constexpr,
+    FEW: tl.constexpr, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """The columns of x that belong to such a tile, as [warps, columns of a warp, tokens], loaded
     with eight neighbours a thread. Where there are fewer tokens than TOKENS, the last one is
-    repeated."""
+    repeated. With experts, `slots` points to the T slots whose rows of x these are."""
     PARTS: tl.constexpr = E // 8
     i = tl.arange(0, TOKENS // 8 * FEW.steps * PARTS * FEW.warps * 32)[:, None]
     e = tl.arange(0, 8)[None, :]
@@ -764,7 +762,10 @@ def _tokens_operand(
     step = warp * FEW.steps + register // PARTS % FEW.steps
     places = k + step * (4 * E) + lane % 4 * E + register % PARTS * 8 + e
     cols = columns_of(places, K, COLUMNS)
-    pointers = x + tl.minimum(t, T - 1) * K + cols
+    t = tl.minimum(t, T - 1)
+    if EXPERTS is not None:
+        t = tl.load(slots + t) // EXPERTS.shared
+    pointers = x + t * K + cols
     if k + FEW.warps * FEW.steps * 4 * E <= K:
         tile = tl.load(pointers, eviction_policy="evict_last")
     else:
@@ -779,37 +780,52 @@ def _tokens_operand(
 
 @jit
 def _few_kernel(
-    x, w, bias, T, args, N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, E: tl.constexpr, FEW: tl.constexpr,
+    x, w, bias, T, args, order, counts, N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr,
+    E: tl.constexpr, FEW: tl.constexpr, EXPERTS: tl.constexpr,
     LOAD: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr, SCALES: tl.constexpr, COLUMNS: tl.constexpr,
     GAIN: tl.constexpr,
     PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """T tokens: x W^T for FEW.rows rows of W. See _vector_kernel for the epilogue."""
+    """T tokens: x W^T for FEW.rows rows of W. See _vector_kernel for the epilogue.
+
+    With experts, W is a stack of matrices of N rows. The programs of each row of the grid take one
+    of those that were chosen, and the slots that chose it instead of T tokens. A router writes
+    which these are, so that they wait for it at once."""
     gdc_launch_dependents(PDL)
     row = tl.program_id(0) * FEW.rows
+    first = 0
+    slots = order
+    if EXPERTS is not None:
+        gdc_wait(PDL)
+        expert, begin, T = block_of(counts, tl.program_id(1), TOKENS, EXPERTS)
+        if T <= 0:
+            return
+        first = expert.to(tl.int64) * N
+        slots += begin
     ready = PREPARE(args, row, T, N, FEW.rows, TOKENS, SIZES)
     BLOCK: tl.constexpr = FEW.warps * FEW.steps * 4 * E
     # Before the wait: the first tiles of W, and the scales
     w_tiles = ()
     for k in tl.static_range(0, FEW.ahead * BLOCK, BLOCK):
         if k < K:
-            w_tiles = w_tiles + (_load_few_weights(w, row, k, N, K, E, FEW, LOAD, GROUP),)
+            w_tiles = w_tiles + (_load_few_weights(w, first, row, k, N, K, E, FEW, LOAD, GROUP),)
     if GAIN is not None:
         rows = row + tl.arange(0, FEW.rows)[:, None]
-        scales = row_scale(w, rows, rows < N, GAIN)
+        scales = row_scale(w, first + rows, rows < N, GAIN)
     if bias is not None:
         offs_n = row + tl.arange(0, FEW.rows)[:, None]
         biases = tl.load(bias + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
-    gdc_wait(PDL)
+    if EXPERTS is None:
+        gdc_wait(PDL)
     acc = tl.full([FEW.warps, FEW.rows, TOKENS], 0.0, tl.float32)
     for k in tl.static_range(0, K, BLOCK):
         w_tile = w_tiles[0]
         w_tiles = w_tiles[1:]
         if k + FEW.ahead * BLOCK < K:
             w_tiles = w_tiles + (
-                _load_few_weights(w, row, k + FEW.ahead * BLOCK, N, K, E, FEW, LOAD, GROUP),
+                _load_few_weights(w, first, row, k + FEW.ahead * BLOCK, N, K, E, FEW, LOAD, GROUP),
             )
-        b = _tokens_operand(x, k, T, K, TOKENS, E, FEW, COLUMNS)
+        b = _tokens_operand(x, k, T, slots, K, TOKENS, E, FEW, COLUMNS, EXPERTS)
         a = _weights_operand(VALUES(w_tile, SCALES).to(b.dtype), FEW)
         if EMULATED:  # the interpreter's own bf16 products are wrong
             acc += tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
@@ -825,15 +841,6 @@ def _few_kernel(
         added = tl.load(args[ADDED] + t * N + rows, mask=(rows < N) & (t < T), other=0.0)
         y += added.to(tl.float32)
     STORE(args, y, ready, row, T, N, FEW.rows, TOKENS, SIZES)
-
-
-@jit
-def _even_and_odd(y, ROWS: tl.constexpr, TOKENS: tl.constexpr):
-    """The even and the odd rows of y."""
-    if TOKENS == 1:
-        return tl.split(y.reshape(ROWS // 2, 2))
-    else:
-        return tl.split(y.reshape(ROWS // 2, 2, TOKENS).permute(0, 2, 1))
 
 
 # ---- launching a product
@@ -881,12 +888,14 @@ def launch_product(
     if T == 1:
         launch_single(op, x, norm, w, eps, epilogue)
         return True
-    plan = _few_plan(op, x, w)
+    plan = _few_plan(op, x, w, w.rows, T)
     if plan is None:
         return False
     normed = x if norm is None else rmsnorm(x, norm, eps)
-    args = (normed, w.tensors, w.bias, T, epilogue.args)
-    _launch_plan(plan, (plan.programs,), args, w, w.rows, epilogue)
+    args = (normed, w.tensors, w.bias, T, epilogue.args, None, None)
+    _launch_plan(
+        plan, (plan.programs,), args, w, w.rows, epilogue, EXPERTS=None, ADDED=epilogue.added
+    )
     return True
 
 
@@ -905,7 +914,61 @@ def launch_single(
     plan = _vector_or_stream_plan(op, x, w, rows, slots, products)
     grid = (plan.programs,) if products == 1 else (plan.programs, products)
     args = (x, norm, w.tensors, w.bias, eps, epilogue.args, ids)
-    _launch_plan(plan, grid, args, w, rows, epilogue, SLOTS=slots)
+    _launch_plan(plan, grid, args, w, rows, epilogue, SLOTS=slots, ADDED=epilogue.added)
+
+
+def _launch_experts(
+    op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float, accumulate: str,
+    routes: Routes, out: Tensor, prepare: object, store: object,
+) -> None:  # fmt: skip
+    """Several tokens: rmsnorm(x) W^T, or x W^T without a norm, of all slots with their experts'
+    matrices in w, handed to an epilogue that fills `out`. x has a row for each token or each
+    slot."""
+    slots = routes.ids.numel()
+    E = len(routes.counts)
+    rows = w.rows // E
+    among = Among(E, triton.next_power_of_2(E), slots // len(x))
+    args = (out, routes.weights, routes.order, routes.counts)
+    epilogue = Epilogue(prepare, store, args, among)
+    chosen = (routes.order, routes.counts)
+    plan = _few_plan(op, x, w, rows, len(routes.ids))
+    if plan is not None:
+        normed = x if norm is None else rmsnorm(x, norm, eps)
+        args = (normed, w.tensors, None, slots, epilogue.args, *chosen)
+        grid = (plan.programs, min(slots, E))
+        _launch_plan(plan, grid, args, w, rows, epilogue, EXPERTS=among, ADDED=None)
+        return
+    tensors = w.tensors
+    x_scales = None
+    if _experts_on_tensor_cores(w, accumulate, slots // E):
+        w = as_e4m3(w)
+        codes, x_scales = encode_rows(x, norm, eps)
+        x = codes.view(E4M3.dtype)
+        tensors = (w.data.view(E4M3.dtype), *w.tensors[1:])
+    elif norm is not None:
+        x = rmsnorm(x, norm, eps)
+    sizes = grouped_sizes(x.device, w.bits, slots // E)
+    blocks = min(slots, triton.cdiv(slots, sizes.slots) + E - 1)
+    constants = dict(
+        TOKENS=sizes.slots,
+        ROWS=sizes.rows,
+        BLOCK=sizes.columns * 2 // x.element_size(),
+        STAGES=sizes.stages,
+        **format_of(w).decoding(),
+    )
+    plan = Plan(experts.grouped_kernel, triton.cdiv(rows, sizes.rows), sizes.warps, constants)
+    args = (x, x_scales, tensors, slots, epilogue.args, *chosen)
+    _launch_plan(plan, (plan.programs, blocks), args, w, rows, epilogue, EXPERTS=among)
+
+
+def _experts_on_tensor_cores(w: Matrix, accumulate: str, each: int) -> bool:
+    """Whether 8-bit tensor cores multiply a prompt, as in on_tensor_cores. each: how many slots an
+    expert has on average."""
+    if accumulate == "fp32" or E4M3.on(w.data.device) is not E4M3_NATIVE:
+        return False
+    if w.format is E4M3:
+        return True
+    return w.format is not None and w.format.bound > 0 and each >= RECODED_FROM
 
 
 def _launch_plan(
@@ -924,7 +987,6 @@ def _launch_plan(
         **plan.constants,
         PREPARE=epilogue.prepare,
         STORE=epilogue.store,
-        ADDED=epilogue.added,
         SIZES=epilogue.sizes,
         warps=plan.warps,
     )
@@ -990,9 +1052,10 @@ def stream_block(block: int, columns: int) -> int:
     return max(block, triton.next_power_of_2(triton.cdiv(columns, 3)))
 
 
-def _few_plan(op: str, x: Tensor, w: Matrix) -> Plan | None:
-    """Several tokens. Returns None where the product is the library's."""
-    T, K = x.shape
+def _few_plan(op: str, x: Tensor, w: Matrix, rows: int, T: int) -> Plan | None:
+    """Several tokens. rows: of W, or of each matrix in it. Returns None for another way to compute
+    the product."""
+    K = w.columns
     if T > MAX_FEW or x.dtype not in (torch.float16, torch.bfloat16):
         return None
     tokens = 8 if T <= 8 else MAX_FEW
@@ -1003,7 +1066,7 @@ def _few_plan(op: str, x: Tensor, w: Matrix) -> Plan | None:
     warps = min(sizes.warps, max(1, triton.next_power_of_2(K) // (4 * each * sizes.steps)))
     few = sizes._replace(warps=warps)
     constants = dict(TOKENS=tokens, E=each, FEW=few, **format_of(w).decoding())
-    return Plan(_few_kernel, triton.cdiv(w.rows, sizes.rows), warps, constants)
+    return Plan(_few_kernel, triton.cdiv(rows, sizes.rows), warps, constants)
 
 
 # ---- the product of a prompt
@@ -1052,6 +1115,15 @@ def _recode(w: Matrix, out: Tensor, scales: Tensor | None) -> None:
         BOUND=format.bound,
         warps=max(1, block // 1024),
     )
+
+
+def as_e4m3(w: Matrix) -> Matrix:
+    """W with weights rounded to E4M3, if they are not stored in that format."""
+    if w.format is E4M3:
+        return w
+    tensors = E4M3.empty(*w.shape, w.data.device)
+    _recode(w, *tensors)
+    return Matrix(tensors, E4M3)
 
 
 def dense_for(w: Matrix, x: Tensor) -> Tensor:
@@ -1103,9 +1175,7 @@ def tensor_core_linear(
     speed. The error, a mean square of 2e-6 to 6e-6 of the result's, is a hundredth of that from
     rounding the activations."""
     if not isinstance(w.format, Float8):
-        as_e4m3 = E4M3.empty(*w.shape, w.data.device)
-        _recode(w, *as_e4m3)
-        w = Matrix(as_e4m3, E4M3)
+        w = as_e4m3(w)
     y = torch._scaled_mm(
         codes.view(E4M3.dtype),
         w.data.view(w.format.dtype).t(),
@@ -1369,7 +1439,7 @@ def _store_rope(
     """Rotate q and k, and store pairs where their head belongs: in q [T, H, D], or in the keys or
     values [KH, S, D] at position. args: q, keys, values, table, pos."""
     t, head, pair, position, cos, sin, mask = ready
-    even, odd = _even_and_odd(y, ROWS, TOKENS)
+    even, odd = even_and_odd(y, ROWS, TOKENS)
     even, odd = _rotate(even, odd, cos, sin)
     q, k_cache, v_cache, _, _ = args
     HALF_D: tl.constexpr = SIZES.D // 2
@@ -1494,7 +1564,11 @@ def linear_add(
         launch_single("experts_linear_add", x[0], None, w, 0.0, epilogue, stack)
         return residual
     if routes is not None:
-        return experts.linear_add(x, w, residual, routes)
+        y = x.new_empty(*routes.ids.shape, rows)
+        epilogue = (experts.prepare_slots, experts.store_slots)
+        x = x.view(-1, w.columns)
+        _launch_experts("experts_linear_add", x, None, w, 0.0, accumulate, routes, y, *epilogue)
+        return experts.add_slots(y, residual)
     if launch_product("linear_add", x, None, w, 0.0, epilogue):
         return residual
     return library_product(x, None, w, 0.0, accumulate, residual)
@@ -1525,11 +1599,6 @@ def rmsnorm_swiglu_ref(
 
 
 @jit
-def _silu_mul(a, b):
-    return a / (1.0 + tl.exp(-a)) * b
-
-
-@jit
 def _prepare_halves(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
     """The indices that _store_swiglu needs, computed early as in _prepare_rows."""
     return places(row // 2, ROWS // 2, TOKENS)
@@ -1541,8 +1610,8 @@ def _store_swiglu(
 ):
     """Store silu(a) * b of neighbouring rows a and b in args[0] [T, F]."""
     offs_f, t = ready
-    a, b = _even_and_odd(y, ROWS, TOKENS)
-    y = _silu_mul(a, b).to(args[0].dtype.element_ty)
+    a, b = even_and_odd(y, ROWS, TOKENS)
+    y = silu_mul(a, b).to(args[0].dtype.element_ty)
     tl.store(args[0] + t * (N // 2) + offs_f, y, mask=(offs_f < N // 2) & (t < T))
 
 
@@ -1559,7 +1628,7 @@ def _swiglu_kernel(ab, out, F, BLOCK: tl.constexpr, FP16_SUMS: tl.constexpr, PDL
     a, b = tl.split(pairs.to(tl.float32))
     mask = offs_f < F
     pointers = out + offs
-    y = saturated(_silu_mul(a, b), FP16_SUMS)
+    y = saturated(silu_mul(a, b), FP16_SUMS)
     tl.store(pointers, y.to(out.dtype.element_ty), mask=mask)
 
 
@@ -1578,8 +1647,8 @@ def _store_slot(
     """Store silu(a) * b of neighbouring rows a and b, times the slot's weight, in args[0] [k, F].
     N is where this program's rows end."""
     offs_f, slot, weight = ready
-    a, b = _even_and_odd(y, ROWS, TOKENS)
-    h = (_silu_mul(a, b) * weight).to(args[0].dtype.element_ty)
+    a, b = even_and_odd(y, ROWS, TOKENS)
+    h = (silu_mul(a, b) * weight).to(args[0].dtype.element_ty)
     tl.store(args[0] + slot * SIZES.F + offs_f, h, mask=offs_f < N // 2)
 
 
@@ -1614,7 +1683,11 @@ def rmsnorm_swiglu(
     if routes is not None and T == 1:
         return _experts_swiglu(x, norm, layer.w13, eps, routes, F // layer.router.rows)
     if routes is not None:
-        return experts.swiglu(rmsnorm(x, norm, eps), layer.w13, routes)
+        w13 = layer.w13
+        h = x.new_empty(*routes.ids.shape, F // layer.router.rows)
+        epilogue = (experts.prepare_hidden, experts.store_hidden)
+        _launch_experts("experts_swiglu", x, norm, w13, eps, accumulate, routes, h, *epilogue)
+        return h
     out = x.new_empty(T, F)
     epilogue = Epilogue(_prepare_halves, _store_swiglu, (out,))
     if not launch_product("rmsnorm_swiglu", x, norm, layer.w13, eps, epilogue):

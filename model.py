@@ -139,10 +139,9 @@ class LayerWeights:
         self.w2.bias = self.w2_bias
 
     @property
-    def dense_matrices(self) -> tuple[Matrix, ...]:
-        """Those that a prompt needs decoded as a whole: not those of experts."""
-        attention = (self.wqkv, self.wo)
-        return attention if self.router else (*attention, self.w13, self.w2)
+    def matrices(self) -> tuple[Matrix, ...]:
+        """All for which a format can be chosen."""
+        return self.wqkv, self.wo, self.w13, self.w2
 
 
 @dataclass
@@ -159,11 +158,7 @@ class Weights:
     @property
     def matrices(self) -> list[Matrix]:
         """All for which a format can be chosen; routers stay as they are."""
-        found = []
-        for layer in self.layers:
-            fields = vars(layer).items()
-            found += [m for name, m in fields if isinstance(m, Matrix) and name != "router"]
-        return [*found, self.output]
+        return [*(m for layer in self.layers for m in layer.matrices), self.output]
 
     @property
     def held(self) -> str:
@@ -335,14 +330,18 @@ class Llama:
 
     def _prompt_memory(self, T: int) -> int:
         """Bytes that a prompt of T tokens needs at once: its activations where they are widest, and
-        a layer's largest matrix, decoded. Keys and values in 8 bits, which attention decodes, come
-        on top."""
+        a layer's largest matrix, decoded, or recoded as E4M3 where there are experts. Keys and
+        values in 8 bits, which attention decodes, come on top."""
         c = self.config
         widest = 2 * c.dim + max(3 * c.hidden_dim, 2 * c.q_dim + 2 * c.kv_dim)
         widest += c.experts_per_token * (c.hidden_dim + c.dim)
-        matrices = [m for layer in self.weights.layers for m in layer.dense_matrices]
-        encoded = [m.rows * m.columns for m in matrices if m.format]
-        return (T * widest + max(encoded, default=0)) * self.dtype.itemsize
+        decoded = [0]
+        for layer in self.weights.layers:
+            size = dict.fromkeys(layer.matrices, self.dtype.itemsize)
+            if layer.router:
+                size |= dict.fromkeys((layer.w13, layer.w2), 1)
+            decoded += [m.rows * m.columns * size[m] for m in layer.matrices if m.format]
+        return T * widest * self.dtype.itemsize + max(decoded)
 
     @property
     def uses_graphs(self) -> bool:

@@ -14,6 +14,7 @@ hidden values, so that what follows is a plain sum over the slots."""
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,20 +22,23 @@ from torch import Tensor
 from torch.nn import functional
 
 from attention import LayerView, StateView
-from formats import Matrix, columns_of, format_of, row_scale
+from formats import Matrix, columns_of, row_scale
 from launch import (
     EMULATED,
+    even_and_odd,
     gdc_launch_dependents,
     gdc_wait,
-    grouped_sizes,
     is_last,
     jit,
     launch,
+    places,
+    silu_mul,
     tl,
     triton,
 )
 
 ROUTER_ROWS = 4  # of a program
+FEW = 16  # tokens, up to which the products' kernels are those of dense layers
 
 
 class Routes(NamedTuple):
@@ -62,10 +66,10 @@ def route_ref(x: Tensor, layer: LayerView, state: StateView) -> Routes | None:
     return Routes(ids.int(), weights)
 
 
-# One token: the programs share its logits, and the last one to finish picks the experts. Unlike
-# other kernels, this one and the product with w13 let the next kernel start only after their own
-# wait. So when the product with w2 starts, ids and weights are already written, and it can load W
-# at once.
+# A few tokens: the programs of a token share its logits, and the last one to finish picks its
+# experts. With several tokens, the last one of all then sorts the slots. Unlike other kernels, this
+# one and the product of one token with w13 let the next kernel start only after their own wait. So
+# when the product with w2 starts, ids and weights are already written, and it can load W at once.
 
 
 @jit
@@ -91,12 +95,27 @@ def _pick(
 
 
 @jit
+def _sort(ids, order, counts, COUNT, E, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Sort COUNT slots by expert, those of an expert in the order of tokens. A slot's place is the
+    number of those that come before it."""
+    slots = tl.arange(0, BLOCK)
+    chosen = tl.load(ids + slots, mask=slots < COUNT, other=E, cache_modifier=".cg")
+    other = tl.expand_dims(chosen, 0)
+    earlier = (other == chosen[:, None]) & (slots[None, :] < slots[:, None])
+    place = tl.sum(((other < chosen[:, None]) | earlier).to(tl.int32), 1)
+    tl.store(order + place, slots, mask=slots < COUNT)
+    offs_e = tl.arange(0, BLOCK_E)
+    tl.store(counts + offs_e, tl.sum((other == offs_e[:, None]).to(tl.int32), 1), mask=offs_e < E)
+
+
+@jit
 def _route_kernel(
-    x, norm, w, eps, gain, logits, arrived, ids, weights,
+    x, norm, w, eps, gain, logits, arrived, ids, weights, order, counts, T,
     E: tl.constexpr, C: tl.constexpr, SLOTS: tl.constexpr, NORM_TOPK: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token: ROWS logits, and by the last program the choice."""
+    """ROWS logits of one of T tokens. arrived [T + 1]: see is_last."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offs_c = tl.arange(0, BLOCK)
     mask_c = offs_c < C
@@ -105,16 +124,20 @@ def _route_kernel(
     factors = tl.load(norm + offs_c, mask=mask_c, other=0.0).to(tl.float32)
     gdc_wait(PDL)
     gdc_launch_dependents(PDL)
-    values = tl.load(x + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+    t = tl.program_id(1)
+    values = tl.load(x + t * C + offs_c, mask=mask_c, other=0.0).to(tl.float32)
     inv_rms = tl.rsqrt(tl.sum(values * values) / C + eps)
     sums = tl.sum(tile.to(tl.float32) * (values * factors)[None, :], 1)
-    tl.store(logits + rows, sums * (inv_rms * gain), mask=rows < E)
-    if is_last(arrived, tl.num_programs(0)):
-        _pick(logits, ids, weights, 0, E, SLOTS, NORM_TOPK, BLOCK_E)
+    tl.store(logits + t * E + rows, sums * (inv_rms * gain), mask=rows < E)
+    if is_last(arrived + t, tl.num_programs(0)):
+        _pick(logits, ids, weights, t, E, SLOTS, NORM_TOPK, BLOCK_E)
+        if order is not None:
+            all_done = is_last(arrived + T, T)
+            if all_done:
+                _sort(ids, order, counts, T * SLOTS, E, BLOCK_S, BLOCK_E)
 
 
-# Several tokens: their logits by tensor cores, then a program for each token and one for each
-# expert.
+# A prompt: its logits by tensor cores, then a program for each token and one for each expert.
 
 
 @jit
@@ -182,7 +205,51 @@ def _sort_kernel(ids, order, counts, COUNT, BLOCK: tl.constexpr, PDL: tl.constex
     tl.store(counts + expert, count)
 
 
-def _route_several(x: Tensor, layer: LayerView, state: StateView, routes: Routes) -> Routes:
+def route(x: Tensor, layer: LayerView, state: StateView) -> Routes | None:
+    if layer.router is None:
+        return None
+    T = len(x)
+    E, k = layer.router.rows, state.experts_per_token
+    numbers = partial(x.new_empty, dtype=torch.int32)
+    routes = Routes(numbers(T, k), x.new_empty(T, k, dtype=torch.float32))
+    if T > 1:
+        routes = routes._replace(order=numbers(T * k), counts=numbers(E))
+    if T > FEW:
+        _route_prompt(x, layer, state, routes)
+    else:
+        _route_few(x, layer, state, routes)
+    return routes
+
+
+def _route_few(x: Tensor, layer: LayerView, state: StateView, routes: Routes) -> None:
+    T, C = x.shape
+    E, k = layer.router.rows, state.experts_per_token
+    logits = state.scratch.zeros("router logits", FEW, E)
+    arrived = state.scratch.zeros("router arrived", FEW + 1, dtype=torch.int32)
+    args = (x, layer.ffn_norm, layer.router.data, state.norm_eps, layer.router_gain)
+    block = triton.next_power_of_2(C)
+    launch(
+        _route_kernel,
+        (triton.cdiv(E, ROUTER_ROWS), T),
+        x.device,
+        *args,
+        logits,
+        arrived,
+        *routes,
+        T,
+        E=E,
+        C=C,
+        SLOTS=k,
+        NORM_TOPK=state.norm_topk,
+        ROWS=ROUTER_ROWS,
+        BLOCK=block,
+        BLOCK_E=triton.next_power_of_2(E),
+        BLOCK_S=triton.next_power_of_2(T * k),
+        warps=max(1, min(8, block // 512)),
+    )
+
+
+def _route_prompt(x: Tensor, layer: LayerView, state: StateView, routes: Routes) -> None:
     T, C = x.shape
     E, k = layer.router.rows, state.experts_per_token
     logits = x.new_empty(T, E, dtype=torch.float32)
@@ -191,45 +258,9 @@ def _route_several(x: Tensor, layer: LayerView, state: StateView, routes: Routes
     launch(_logits_kernel, (triton.cdiv(T, 16), triton.cdiv(E, 16)), x.device, *args, **sizes)
     sizes = dict(E=E, SLOTS=k, NORM_TOPK=state.norm_topk, BLOCK_E=triton.next_power_of_2(E))
     launch(_pick_kernel, (T,), x.device, logits, routes.ids, routes.weights, **sizes)
-    order = x.new_empty(T * k, dtype=torch.int32)
-    counts = x.new_empty(E, dtype=torch.int32)
     block = min(2048, triton.next_power_of_2(T * k))
-    launch(_sort_kernel, (E,), x.device, routes.ids, order, counts, T * k, BLOCK=block)
-    return routes._replace(order=order, counts=counts)
-
-
-def route(x: Tensor, layer: LayerView, state: StateView) -> Routes | None:
-    if layer.router is None:
-        return None
-    T, C = x.shape
-    E, k = layer.router.rows, state.experts_per_token
-    ids = x.new_empty(T, k, dtype=torch.int32)
-    weights = x.new_empty(T, k, dtype=torch.float32)
-    if T > 1:
-        return _route_several(x, layer, state, Routes(ids, weights))
-    logits = state.scratch.zeros("router logits", E)
-    arrived = state.scratch.zeros("router arrived", 1, dtype=torch.int32)
-    args = (x, layer.ffn_norm, layer.router.data, state.norm_eps, layer.router_gain)
-    block = triton.next_power_of_2(C)
-    launch(
-        _route_kernel,
-        (triton.cdiv(E, ROUTER_ROWS),),
-        x.device,
-        *args,
-        logits,
-        arrived,
-        ids,
-        weights,
-        E=E,
-        C=C,
-        SLOTS=k,
-        NORM_TOPK=state.norm_topk,
-        ROWS=ROUTER_ROWS,
-        BLOCK=block,
-        BLOCK_E=triton.next_power_of_2(E),
-        warps=max(1, min(8, block // 512)),
-    )
-    return Routes(ids, weights)
+    args = (routes.ids, routes.order, routes.counts, T * k)
+    launch(_sort_kernel, (E,), x.device, *args, BLOCK=block)
 
 
 def linear_ref(
@@ -250,10 +281,37 @@ def linear_ref(
 
 # ---- several tokens: one product for all experts
 #
-#      The slots are sorted by expert. A program multiplies BLOCK_N rows of an expert's matrix by
-#      BLOCK_M of the slots that chose it: which expert and which slots follows from how many each
+#      The slots are sorted by expert. The programs of a row of the grid take a block of slots that
+#      chose the same expert. Which expert and which slots these are follows from how many each
 #      expert has. So the grid depends on numbers of tokens only, and can be captured: the programs
-#      beyond the last block end at once. Matrices are decoded tile by tile, in any format.
+#      beyond the last block end at once.
+#
+#      Up to 16 tokens, kernels._few_kernel multiplies them. More go through the kernel below, which
+#      decodes tiles of W, in any format, or hands E4M3 codes to the tensor cores as they are.
+
+
+class Among(NamedTuple):
+    """The experts among which kernels find theirs."""
+
+    count: int
+    block: int  # the next power of two
+    shared: int  # how many slots have the same row of x
+
+
+@jit
+def block_of(counts, block, SLOTS: tl.constexpr, EXPERTS: tl.constexpr):
+    """Among blocks of at most SLOTS slots that chose the same expert, the one with this index: its
+    expert, where its slots begin among the sorted ones, and how many they are; none or less beyond
+    the last block."""
+    offs_e = tl.arange(0, EXPERTS.block)
+    count = tl.load(counts + offs_e, mask=offs_e < EXPERTS.count, other=0)
+    blocks = (count + SLOTS - 1) // SLOTS
+    expert = tl.sum((tl.cumsum(blocks, 0) <= block).to(tl.int32), 0)
+    before = offs_e < expert
+    first = (block - tl.sum(tl.where(before, blocks, 0), 0)) * SLOTS
+    begin = tl.sum(tl.where(before, count, 0), 0) + first
+    size = tl.sum(tl.where(offs_e == expert, count, 0), 0) - first
+    return expert, begin, tl.minimum(size, SLOTS)
 
 
 @jit
@@ -268,71 +326,88 @@ def _tile_of_x(x, rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr, COLUMNS: tl.c
             return tl.load(pointers, mask=offs_k[None, :] < K, other=0.0)
     else:
         runs = tl.arange(0, BLOCK_K // 8)[:, None] * 8
-        places = k + runs + tl.arange(0, 8)[None, :]
-        columns = columns_of(places, K, COLUMNS)
+        stored = k + runs + tl.arange(0, 8)[None, :]
+        columns = columns_of(stored, K, COLUMNS)
         pointers = x + rows[:, None, None] * K + columns[None, :, :]
-        tile = tl.load(pointers, mask=(places < K)[None, :, :], other=0.0)
+        tile = tl.load(pointers, mask=(stored < K)[None, :, :], other=0.0)
         return tile.reshape(rows.shape[0], BLOCK_K)
 
 
 @jit
-def _grouped_kernel(
-    x, w, order, counts, args, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, BLOCK_E: tl.constexpr,
+def grouped_kernel(
+    x, x_scales, w, T, args, order, counts, N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     LOAD: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr, SCALES: tl.constexpr, COLUMNS: tl.constexpr,
-    GAIN: tl.constexpr, STORE: tl.constexpr, PDL: tl.constexpr,
+    GAIN: tl.constexpr,
+    PREPARE: tl.constexpr, STORE: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """SHARED: how many slots have the same row of x."""
+    """The products of TOKENS of T slots with ROWS rows of their expert, handed to an epilogue. With
+    x_scales, the scales of its rows, x and W are 8-bit floats."""
     gdc_launch_dependents(PDL)
-    block = tl.program_id(1)
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_e = tl.arange(0, BLOCK_E)
+    row = tl.program_id(0) * ROWS
+    rows = row + tl.arange(0, ROWS)
     gdc_wait(PDL)
-    count = tl.load(counts + offs_e, mask=offs_e < E, other=0)
-    blocks = (count + BLOCK_M - 1) // BLOCK_M
-    expert = tl.sum((tl.cumsum(blocks, 0) <= block).to(tl.int32), 0)
-    if expert >= E:
+    expert, begin, size = block_of(counts, tl.program_id(1), TOKENS, EXPERTS)
+    if size <= 0:
         return
-    before = offs_e < expert
-    place = (block - tl.sum(tl.where(before, blocks, 0), 0)) * BLOCK_M + tl.arange(0, BLOCK_M)
-    mask = place < tl.sum(tl.where(offs_e == expert, count, 0), 0)
-    slots = tl.load(order + tl.sum(tl.where(before, count, 0), 0) + place, mask=mask, other=0)
-    x_rows = (slots // SHARED).to(tl.int64)
+    slots = tl.load(order + begin + tl.minimum(tl.arange(0, TOKENS), size - 1))
+    x_rows = (slots // EXPERTS.shared).to(tl.int64)
     w_rows = expert.to(tl.int64) * N + tl.minimum(rows, N - 1)
     start = w_rows[:, None] * K
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        w_tile = LOAD(w, start, k, None if K % BLOCK_K == 0 else K - k, BLOCK_K, 8, GROUP)
-        x_tile = _tile_of_x(x, x_rows, k, K, BLOCK_K, COLUMNS)
+    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    for k in tl.range(0, K, BLOCK, num_stages=STAGES):
+        w_tile = LOAD(w, start, k, None if K % BLOCK == 0 else K - k, BLOCK, 8, GROUP)
+        x_tile = _tile_of_x(x, x_rows, k, K, BLOCK, COLUMNS)
         if EMULATED:  # the interpreter's own bf16 products are wrong
             x_tile = x_tile.to(tl.float32)
-        values = VALUES(w_tile, SCALES).to(x_tile.dtype)
-        acc = tl.dot(values, tl.trans(x_tile), acc, input_precision="ieee")
+        if x_scales is None:
+            w_tile = VALUES(w_tile, SCALES).to(x_tile.dtype)
+        acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
+    if x_scales is not None:
+        acc *= tl.load(x_scales + x_rows)[None, :]
     if GAIN is not None:
         acc *= row_scale(w, w_rows, rows < N, GAIN)[:, None]
-    STORE(args, acc, rows, slots.to(tl.int64), mask, N)
+    ready = PREPARE(args, row, T, N, ROWS, TOKENS, SIZES)
+    STORE(args, acc, ready, row, T, N, ROWS, TOKENS, SIZES)
+
+
+# Their epilogues, for either kernel. args: the output, the slots' weights, order, counts
 
 
 @jit
-def _store_hidden(args, acc, rows, slots, mask, N: tl.constexpr):
-    """silu(a) * b of neighbouring rows a and b, times the slots' weights, in args[0] [T k, F].
-    args[1]: the weights."""
-    HALF: tl.constexpr = acc.shape[0] // 2
-    a, b = tl.split(acc.reshape(HALF, 2, acc.shape[1]).permute(0, 2, 1))
-    weights = tl.load(args[1] + slots, mask=mask, other=0.0)
-    h = a / (1.0 + tl.exp(-a)) * b * weights[None, :]
-    offs_f = tl.min(rows, 0) // 2 + tl.arange(0, HALF)
-    pointers = args[0] + slots[None, :] * (N // 2) + offs_f[:, None]
-    tl.store(
-        pointers, h.to(args[0].dtype.element_ty), mask=mask[None, :] & (offs_f[:, None] < N // 2)
-    )
+def prepare_slots(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
+    """The rows, the slots, and which of them exist. SIZES: the Among of the kernel."""
+    rows, i = places(row, ROWS, TOKENS)
+    _, begin, size = block_of(args[3], tl.program_id(1), TOKENS, SIZES)
+    slots = tl.load(args[2] + begin + i, mask=i < size, other=0).to(tl.int64)
+    return rows, slots, (rows < N) & (i < size)
 
 
 @jit
-def _store_slots(args, acc, rows, slots, mask, N: tl.constexpr):
-    """The products in args[0] [T k, N]."""
-    pointers = args[0] + slots[None, :] * N + rows[:, None]
-    tl.store(pointers, acc.to(args[0].dtype.element_ty), mask=mask[None, :] & (rows[:, None] < N))
+def store_slots(
+    args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
+):
+    """Store the products in args[0] [T k, N]."""
+    rows, slots, mask = ready
+    tl.store(args[0] + slots * N + rows, y.to(args[0].dtype.element_ty), mask=mask)
+
+
+@jit
+def prepare_hidden(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
+    offs_f, slots, mask = prepare_slots(args, row // 2, T, N // 2, ROWS // 2, TOKENS, SIZES)
+    return offs_f, slots, mask, tl.load(args[1] + slots)
+
+
+@jit
+def store_hidden(
+    args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
+):
+    """Store silu(a) * b of neighbouring rows a and b, times the slots' weights, in args[0]
+    [T k, F]."""
+    offs_f, slots, mask, weights = ready
+    a, b = even_and_odd(y, ROWS, TOKENS)
+    h = (silu_mul(a, b) * weights).to(args[0].dtype.element_ty)
+    tl.store(args[0] + slots * (N // 2) + offs_f, h, mask=mask)
 
 
 @jit
@@ -355,52 +430,10 @@ def _add_slots_kernel(
     tl.store(pointers, new.to(residual.dtype.element_ty), mask=offs_n < N)
 
 
-def _grouped(x: Tensor, w: Matrix, N: int, routes: Routes, shared: int, store, args: tuple) -> None:
-    """The products of all slots with N rows of their experts. x [T k / shared, K]"""
-    slots, E, K = routes.ids.numel(), len(routes.counts), w.columns
-    assert x.shape == (slots // shared, K) and w.rows == E * N, (x.shape, w.shape, N)
-    sizes = grouped_sizes(x.device, w.bits, slots // E)
-    blocks = min(slots, triton.cdiv(slots, sizes.slots) + E - 1)
-    launch(
-        _grouped_kernel,
-        (triton.cdiv(N, sizes.rows), blocks),
-        x.device,
-        x,
-        w.tensors,
-        routes.order,
-        routes.counts,
-        args,
-        E=E,
-        N=N,
-        K=K,
-        SHARED=shared,
-        BLOCK_M=sizes.slots,
-        BLOCK_N=sizes.rows,
-        BLOCK_K=sizes.columns * 2 // x.element_size(),
-        STAGES=sizes.stages,
-        BLOCK_E=triton.next_power_of_2(E),
-        STORE=store,
-        warps=sizes.warps,
-        **format_of(w).decoding(),
-    )
-
-
-def swiglu(normed: Tensor, w13: Matrix, routes: Routes) -> Tensor:
-    """Several tokens. normed [T, C] -> h [T, k, F], times the weights."""
-    T, k = routes.ids.shape
-    N = w13.rows // len(routes.counts)
-    h = normed.new_empty(T, k, N // 2)
-    _grouped(normed, w13, N, routes, k, _store_hidden, (h, routes.weights))
-    return h
-
-
-def linear_add(h: Tensor, w2: Matrix, residual: Tensor, routes: Routes) -> Tensor:
-    """Several tokens. h [T, k, F], residual [T, C]"""
-    T, k = routes.ids.shape
-    C = residual.shape[1]
-    y = h.new_empty(T, k, C)
-    _grouped(h.view(T * k, -1), w2, C, routes, 1, _store_slots, (y,))
+def add_slots(y: Tensor, residual: Tensor) -> Tensor:
+    """residual [T, C] += the sum over a token's slots. y [T, k, C]"""
+    T, k, C = y.shape
     block = min(1024, triton.next_power_of_2(C))
     sizes = dict(N=C, SLOTS=k, BLOCK_S=triton.next_power_of_2(k), BLOCK=block)
-    launch(_add_slots_kernel, (T, triton.cdiv(C, block)), h.device, y, residual, **sizes)
+    launch(_add_slots_kernel, (T, triton.cdiv(C, block)), y.device, y, residual, **sizes)
     return residual
