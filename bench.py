@@ -279,19 +279,23 @@ def random_weights(
     c: Config, dtype: torch.dtype, device: torch.device, formats: Formats, backend: str
 ) -> Weights:
     """Weights of a configuration, made on the device: norms and biases are ones; matrices are
-    normally distributed, as large as those that training starts from. In a format 64 rows repeat,
-    since encoding takes long on a CPU."""
+    normally distributed, as large as those that training starts from. Those whose products are
+    added to the residual are smaller, as in GPT-2, and the embedding is larger, so that the tokens
+    of a prompt stay different, and choose different experts. In a format 64 rows repeat, since
+    encoding takes long on a CPU."""
 
-    def normal(rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.randn(rows, columns, dtype=dtype, device=device).mul_(0.02)
+    def normal(
+        rows: int, columns: int, dtype: torch.dtype | None = None, std: float = 0.02
+    ) -> Tensor:
+        return torch.randn(rows, columns, dtype=dtype, device=device).mul_(std)
 
-    def matrix(name: str, shape: tuple[int, int], experts: int = 0) -> Matrix:
+    def matrix(name: str, shape: tuple[int, int], std: float = 0.02, experts: int = 0) -> Matrix:
         rows, columns = shape
         format = formats.get(name)
         if format is None:
-            w = Matrix(normal(rows, columns, storage_dtype(backend, dtype, device)))
+            w = Matrix(normal(rows, columns, storage_dtype(backend, dtype, device), std))
         else:
-            block = format.encode(normal(min(rows, 64), columns))
+            block = format.encode(normal(min(rows, 64), columns, std=std))
             repeated = [t.repeat(-(-rows // len(t)), *[1] * (t.dim() - 1))[:rows] for t in block]
             w = Matrix(tuple(repeated), format)
         if experts:
@@ -307,13 +311,16 @@ def random_weights(
         for tensor in layer_tensors(c, i):
             shape = tensor.shape(c)
             if tensor.is_matrix:
-                values[tensor.field] = matrix(tensor.name, shape, tensor.experts)
+                std = 0.02
+                if tensor.field in ("wo", "w2"):
+                    std /= math.sqrt(2 * c.n_layers)
+                values[tensor.field] = matrix(tensor.name, shape, std, tensor.experts)
             elif tensor.kind is Kind.PLAIN:
                 values[tensor.field] = Matrix(normal(*shape, dtype))
             else:
                 values[tensor.field] = ones(*shape)
         layers.append(LayerWeights(**values))
-    embedding = normal(c.vocab_size, c.dim, dtype)
+    embedding = normal(c.vocab_size, c.dim, dtype, std=1.0)
     return Weights(embedding, layers, ones(c.dim), matrix("output", (c.output_rows, c.dim)))
 
 

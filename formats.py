@@ -36,7 +36,7 @@ def load_once(pointers, offs_k, left):
     if left is None:
         return tl.load(pointers, eviction_policy="evict_first")
     else:
-        return tl.load(pointers, mask=offs_k < left, other=0, eviction_policy="evict_first")
+        return tl.load(pointers, mask=offs_k < left, other=0.0, eviction_policy="evict_first")
 
 
 @jit

@@ -1074,46 +1074,51 @@ def _few_plan(op: str, x: Tensor, w: Matrix, rows: int, T: int) -> Plan | None:
 
 @jit
 def _recode_kernel(
-    w, out, scales, K: tl.constexpr, BLOCK: tl.constexpr, LOAD: tl.constexpr, GROUP: tl.constexpr,
-    VALUES: tl.constexpr, SCALES: tl.constexpr, COLUMNS: tl.constexpr, GAIN: tl.constexpr,
-    ENCODE: tl.constexpr, BOUND: tl.constexpr, PDL: tl.constexpr,
+    w, out, scales, N, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, LOAD: tl.constexpr,
+    GROUP: tl.constexpr, VALUES: tl.constexpr, SCALES: tl.constexpr, COLUMNS: tl.constexpr,
+    GAIN: tl.constexpr, ENCODE: tl.constexpr, BOUND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Decode BLOCK columns of a row to the type of `out` or, where there are scales, to E4M3 codes
-    and the row's scale."""
+    """Decode BLOCK columns of ROWS rows to the type of `out` or, where there are scales, to E4M3
+    codes and the rows' scales."""
     gdc_launch_dependents(PDL)
-    row, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
-    tile = LOAD(w, row * K + tl.arange(0, 1)[:, None], k, K - k, BLOCK, 8, GROUP)
-    y = VALUES(tile, SCALES).to(tl.float32).reshape(BLOCK // 8, 8)
+    rows = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), N - 1).to(tl.int64)
+    k = tl.program_id(1) * BLOCK
+    tile = LOAD(w, rows[:, None] * K, k, K - k, BLOCK, 8, GROUP)
+    y = VALUES(tile, SCALES).to(tl.float32).reshape(ROWS, BLOCK // 8, 8)
     offs_k = k + tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    offs_k = columns_of(offs_k, K, COLUMNS)
-    scale = 1.0
+    mask = (offs_k < K)[None, :, :]
+    pointers = out + rows[:, None, None] * K + columns_of(offs_k, K, COLUMNS)[None, :, :]
+    scale = tl.full([ROWS], 1.0, tl.float32)
     if GAIN is not None:
-        scale = row_scale(w, row, row >= 0, GAIN)
+        scale = row_scale(w, rows, rows >= 0, GAIN)
     gdc_wait(PDL)  # only now, since no kernel writes weights
     if scales is None:
-        tl.store(out + row * K + offs_k, (y * scale).to(out.dtype.element_ty), mask=offs_k < K)
+        tl.store(pointers, (y * scale[:, None, None]).to(out.dtype.element_ty), mask=mask)
     else:
-        tl.store(out + row * K + offs_k, ENCODE(y * (256.0 / BOUND)), mask=offs_k < K)
-        tl.store(scales + row, scale * (BOUND / 256.0))
+        tl.store(pointers, ENCODE(y * (256.0 / BOUND)), mask=mask)
+        tl.store(scales + rows, scale * (BOUND / 256.0))
 
 
 def _recode(w: Matrix, out: Tensor, scales: Tensor | None) -> None:
     N, K = w.shape
     format = format_of(w)
     block = min(4096, triton.next_power_of_2(K))
+    rows = 4096 // block
     launch(
         _recode_kernel,
-        (N, triton.cdiv(K, block)),
+        (triton.cdiv(N, rows), triton.cdiv(K, block)),
         out.device,
         w.tensors,
         out,
         scales,
+        N,
         K=K,
+        ROWS=rows,
         BLOCK=block,
         **format.decoding(),
         ENCODE=E4M3.on(out.device).encode_tile,
         BOUND=format.bound,
-        warps=max(1, block // 1024),
+        warps=4,
     )
 
 

@@ -101,7 +101,7 @@ from extra.speculation import Draft, Lookup, Pacer, Speculation
 from extra.tensors import tensors_of
 from figures import plot
 from formats import Matrix
-from fp8 import E4M3, E5M2
+from fp8 import E4M3, E4M3_NATIVE, E5M2
 from kernels import FORMATS, PRODUCTS
 from launch import tl
 from model import (
@@ -1033,7 +1033,7 @@ def guarded(monkeypatch):
         return buffers[-1][MARGIN : MARGIN + count].fill_(poison).view(shape)
 
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
-    monkeypatch.setattr(torch, "empty_like", lambda x: new_empty(x, *x.shape))
+    monkeypatch.setattr(torch, "empty_like", lambda x, **options: new_empty(x, *x.shape, **options))
 
     def check(allocates: bool = True) -> None:
         assert buffers or not allocates, "the op allocates its output in a way that is not guarded"
@@ -1915,8 +1915,9 @@ def test_activations_as_codes():
 
 @pytest.mark.parametrize("K", [96, 4448])
 def test_int4_recoded_as_e4m3(K):
-    w = int4_matrix(64, K)
-    recoded = E4M3.empty(64, K, w.data.device)
+    N = 67  # which the rows of a program do not divide
+    w = int4_matrix(N, K)
+    recoded = E4M3.empty(N, K, w.data.device)
     kernels._recode(w, *recoded)
     # three bits of mantissa: 2^-8 / 12 to 2^-6 / 12
     assert nmse(E4M3.decoded(recoded), w.dense()) < 2.0**-10
@@ -2073,26 +2074,34 @@ def test_experts_as_their_definition(form, norm_topk):
     assert_close(feed_forward(kernels.reference, x, layer, state), expected, 1e-3)
 
 
-def check_experts(arguments: tuple, dtype: torch.dtype, form) -> None:
-    """The fused ops do what their references do in fp32."""
+def experts_errors(arguments: tuple, dtype: torch.dtype, accumulate: str) -> tuple[float, float]:
+    """Of the fused ops rmsnorm_swiglu and linear_add, each against its reference in fp32."""
     x, layer, state = arguments
     exact, exact_layer = as_fp32((x, layer))
-    routes = kernels.fused.route(x, layer, state)
+    fused = kernels.ops("triton", accumulate)
+    routes = fused.route(x, layer, state)
     chosen = kernels.reference.route(exact, exact_layer, state)
-    assert torch.equal(routes.ids, chosen.ids)
     T, k = chosen.ids.shape
-    assert torch.allclose(routes.weights, chosen.weights, atol=1e-2 if T > 1 else 1e-5)
-    h = kernels.fused.rmsnorm_swiglu(x, layer, state, routes)
-    right = kernels.reference.rmsnorm_swiglu(exact, exact_layer, state, chosen)
+    # a prompt's logits are products of 16 bits, so that experts which nearly tie may change places
+    same = (routes.ids == chosen.ids).double().mean()
+    assert same == 1 if T <= experts.FEW else same > 0.95
+    assert torch.allclose(routes.weights, chosen.weights, atol=1e-2 if T > experts.FEW else 1e-5)
+    h = fused.rmsnorm_swiglu(x, layer, state, routes)
+    right = kernels.reference.rmsnorm_swiglu(exact, exact_layer, state, routes)
     residual = randn(T, x.shape[1], dtype=dtype, scale=0.1)
-    added = kernels.reference.linear_add(h.float(), exact_layer.w2, residual.float(), chosen)
-    y = kernels.fused.linear_add(h, layer.w2, residual, routes)
+    added = kernels.reference.linear_add(h.float(), exact_layer.w2, residual.float(), routes)
+    y = fused.linear_add(h, layer.w2, residual, routes)
+    return nmse(h, right), nmse(y, added)
+
+
+def check_experts(arguments: tuple, dtype: torch.dtype, form) -> None:
     # norm, h and what a slot adds are rounded; with 4 bits also the decoded weights or, in a single
     # token, the sums
     limit = ONE_UNIT[dtype] * 1.5**2
     if form is INT4:
         limit = 5e-5 + ONE_UNIT[dtype]
-    assert nmse(h, right) < limit and nmse(y, added) < limit, (T, form)
+    errors = experts_errors(arguments, dtype, "fp32")
+    assert max(errors) < limit, (errors, form)
 
 
 @pytest.mark.parametrize("T", [1, 2, 5, 17, 40])
@@ -2122,6 +2131,18 @@ def test_grouped_products_do_not_depend_on_launch_sizes(monkeypatch):
         )
         arguments = expert_arguments(40, 5, 2, 72, 88, torch.float16)
         check_experts(arguments, torch.float16, None)
+
+
+@pytest.mark.parametrize("form", [E4M3, INT4], ids=lambda form: form.name)
+def test_8_bit_tensor_cores_multiply_a_prompt_with_experts(form):
+    """Activations, and the weights of INT4, are rounded to E4M3: see the test of dense products.
+    Where tensor cores do not multiply it, the error is that of halves."""
+    arguments = expert_arguments(80, 7, 3, 256, 320, torch.float16, form)
+    errors = experts_errors(arguments, torch.float16, "auto")
+    if E4M3.on(DEVICE) is E4M3_NATIVE:
+        assert all(2.0**-14 < error < 2.0**-8 for error in errors), errors
+    else:
+        assert max(errors) < 1e-4, errors
 
 
 def test_many_slots_are_sorted():

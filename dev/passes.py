@@ -39,7 +39,9 @@ def device_time(run: Callable[[], object], model: Llama, repetitions: int = 10) 
 
 
 def pass_seconds(model: Llama, state: State, T: int, depth: int) -> float:
-    """How long it takes to evaluate T tokens at a depth."""
+    """How long it takes to evaluate T random tokens at a depth."""
+
+    state.tokens.random_(model.config.vocab_size)
 
     def run() -> None:
         state.seek(depth)
