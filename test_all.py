@@ -6703,6 +6703,24 @@ def test_draft_of_the_same_model(tiny, monkeypatch):
     assert draft.accepted == draft.proposed and draft.passes == 24
 
 
+STEP = st.tuples(st.integers(0, 4), st.lists(st.integers(3, 9), max_size=9))
+
+
+@examples(25, steps=st.lists(STEP, min_size=2, max_size=4))
+def test_a_draft_keeps_no_token_that_was_not_sampled(exact, steps):
+    """steps: how many of its proposals are sampled, and what follows without proposals. It then
+    proposes what a new draft of the same text does."""
+    ids, state = [1, 5, 9, 3], State(exact)
+    draft = Draft(4, copy_module.copy(exact))
+    draft.begin(exact, state, ids)
+    for accepted, others in steps:
+        new = Draft(4, draft.model)
+        new.begin(exact, state, ids[:-1])
+        proposals = draft.propose(ids)
+        assert proposals == new.propose(ids)
+        ids += [*proposals[:accepted], (proposals[-1] + 1) % 300, *others]
+
+
 @pytest.mark.parametrize("counts, said", [
     ((0, 0, 0, 0), "0 passes, 0.00 tokens a pass; none of 0 proposals accepted"),
     ((4, 12, 6, 0), "4 passes, 2.50 tokens a pass; 50% of 12 proposals accepted"),
