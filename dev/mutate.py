@@ -5,21 +5,36 @@
     python dev/mutate.py --check           # only whether each one's text is in the program
 
 Each change is made in a copy of the program, where the tests whose names match the words beside it
-are then run."""
+are then run, up to the first that fails; the words name the quickest tests that notice. First they
+are run without any change. Each run is a fork of a process that has imported what takes long, and
+there are as many at a time as cores. Kernels run in Triton's interpreter, also beside a GPU."""
 
 import argparse
+import importlib
+import multiprocessing
+import os
+import queue
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import hypothesis
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 900  # for the tests of one change, which take up to a minute
+FORKS = multiprocessing.get_context("fork")
+LARGE_PACKAGES = (  # whose import takes most of the time
+    "torch", "transformers.models.llama.modeling_llama", "gguf", "hypothesis", "matplotlib.pyplot",
+)  # fmt: skip
 
 
 class Mutant(NamedTuple):
@@ -30,7 +45,12 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = [
-    Mutant("kernels.py", "tl.sum(y * y) / C + eps)", "tl.sum(y * y) / C)", "op_equals"),
+    Mutant(
+        "kernels.py",
+        "tl.sum(y * y) / C + eps)",
+        "tl.sum(y * y) / C)",
+        "op_equals and bfloat16 and rmsnorm",
+    ),
     Mutant(
         "kernels.py", "x_part[1], SCALES) * x_part[2]", "x_part[1], SCALES)", "products_with_4_bit"
     ),
@@ -38,7 +58,7 @@ MUTANTS = [
         "kernels.py",
         "return even * cos - odd * sin,",
         "return even * cos + odd * sin,",
-        "op_equals",
+        "op_equals and bfloat16 and qkv_rope",
     ),
     Mutant(
         "kernels.py",
@@ -62,19 +82,19 @@ MUTANTS = [
         "kernels.py",
         "if INT4 in among and w.format is not INT4:",
         "if False:",
-        "model_in_a_format",
+        "model_in_a_format and int4",
     ),
     Mutant(
         "attention.py",
         "[None, :] <= start_pos + offs_m",
         "[None, :] < start_pos + offs_m",
-        "op_equals",
+        "op_equals and bfloat16 and attention",
     ),
     Mutant(
         "attention.py",
         "n + offs_n < end, scores, float",
         "n + offs_n <= end, scores, float",
-        "op_equals",
+        "op_equals and bfloat16 and attention",
     ),
     Mutant(
         "attention.py",
@@ -86,7 +106,7 @@ MUTANTS = [
         "attention.py",
         "(start_pos + pid_m * BLOCK_M + 1) // BLOCK_N",
         "(start_pos + pid_m * BLOCK_M + 2) // BLOCK_N",
-        "attention_of_a_prompt",
+        "attention_of_a_prompt and 62 and False",
     ),
     Mutant(
         "launch.py", "        tl.store(arrived, 0)\n", "        pass\n", "attention_does_not_depend"
@@ -97,18 +117,23 @@ MUTANTS = [
         "min(table)",
         "nearest",
     ),
-    Mutant("fp8.py", ".clamp(-largest, largest)", ".clamp(-largest, 2 * largest)", "encode"),
+    Mutant(
+        "fp8.py",
+        ".clamp(-largest, largest)",
+        ".clamp(-largest, 2 * largest)",
+        "codes_decode_and_encode",
+    ),
     Mutant(
         "fp8.py",
         "magnitudes.amax() >= self.not_finite",
         "magnitudes.amax() > self.not_finite",
-        "finite",
+        "codes_decode_and_encode",
     ),
     Mutant(
         "extra/int4.py",
         'return E4M3 if name == "output" else self',
         "return self",
-        "model_in_a_format",
+        "model_in_a_format and int4",
     ),
     Mutant("extra/int4.py", "by_4 * -zero", "by_4 * zero", "products_with_4_bit"),
     Mutant(
@@ -117,8 +142,10 @@ MUTANTS = [
         "load_groups(w[1], start, k, left, COLUMNS, 32, 32)",
         "safetensors_formats",
     ),
-    Mutant("sampling.py", "(back < window)", "(back <= window)", "penalty"),
-    Mutant("sampling.py", '(l != l) | (tl.abs(l) == float("inf"))', "(l != l)", "not_finite"),
+    Mutant("sampling.py", "(back < window)", "(back <= window)", "penalty_looks_back"),
+    Mutant(
+        "sampling.py", '(l != l) | (tl.abs(l) == float("inf"))', "(l != l)", "logits_not_finite"
+    ),
     Mutant("sampling.py", "bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits", "sampling_equals"),
     Mutant("sampling.py", "2.0 ** (53 - V.bit_length())", "8.0", "sampling_equals"),
     Mutant("sampling.py", ".masked_fill(ranked < floor, -math.inf)", "", "lowest_logit"),
@@ -141,9 +168,14 @@ MUTANTS = [
         "sampling.py",
         "tl.where(seen > 0, seen / penalty, seen * penalty)",
         "seen / penalty",
-        "penalty",
+        "penalty_looks_back",
     ),
-    Mutant("model.py", "min(self.pos, len(tokens) - 1)", "min(self.pos, len(tokens))", "reuses"),
+    Mutant(
+        "model.py",
+        "min(self.pos, len(tokens) - 1)",
+        "min(self.pos, len(tokens))",
+        "calls_on_one_state and CPU",
+    ),
     Mutant(
         "model.py",
         "start = min(begin, state.size - length)",
@@ -160,29 +192,32 @@ MUTANTS = [
         "model.py",
         "        state.seek(first + read)\n",
         "        state.seek(first + read + 1)\n",
-        "one_state",
+        "calls_on_one_state and CPU",
     ),
-    Mutant("model.py", "+= len(prompt) - reused", "+= len(prompt)", "one_state"),
+    Mutant("model.py", "+= len(prompt) - reused", "+= len(prompt)", "calls_on_one_state and CPU"),
     Mutant(
-        "extra/config.py", "(1 - part + part / factor)", "(0 * part + 1 / factor)", "transformers"
+        "extra/config.py", "(1 - part + part / factor)", "(0 * part + 1 / factor)", "places_of_rope"
     ),
     Mutant("extra/config.py", ' or f.ids("eos_token_id", vocab_size)', "", "config_eos"),
     Mutant("extra/config.py", "fields | _said(last)", "_said(last) | fields", "places_of_rope"),
     Mutant(
-        "checkpoint.py", "elif not all(map(equal, outputs,", "elif all(map(equal, outputs,", "tied"
+        "checkpoint.py",
+        "elif not all(map(equal, outputs,",
+        "elif all(map(equal, outputs,",
+        "tied_embeddings",
     ),
-    Mutant("checkpoint.py", "if named.get(t.name, t.file) == t.file", "", "files_beside"),
+    Mutant("checkpoint.py", "if named.get(t.name, t.file) == t.file", "", "files_beside and twice"),
     Mutant(
         "extra/hardware.py",
         "workspace += 2 * layer * dtype.itemsize",
         "workspace += 0",
-        "memory_of",
+        "memory_of_7b",
     ),
     Mutant(
         "extra/config.py",
         'f.number("rms_norm_eps", 0, 1, 1e-6',
         'f.number("rms_norm_eps", 0, 1, 1e-5',
-        "default",
+        "config_fields_and_defaults",
     ),
     Mutant(
         "checkpoint.py",
@@ -195,21 +230,23 @@ MUTANTS = [
         "extra/tensors.py",
         "(-1, 2, self.head_dim // 2,",
         "(-1, self.head_dim // 2, 2,",
-        "transformers",
+        "files_beside and bin",
     ),
     Mutant(
         "extra/tensors.py",
         "if len(self.shape) == 1:  # every",
         "if False:  # every",
-        "layout",
+        "files_beside and meta",
     ),
     Mutant(
         "extra/schemes.py",
         "[0, 4, 1, 5, 2, 6, 3, 7]",
         "[0, 2, 4, 6, 1, 3, 5, 7]",
-        "safetensors_equal",
+        "safetensors_equal and AWQ",
     ),
-    Mutant("extra/schemes.py", "elif not version_2:", "elif version_2:", "safetensors_equal"),
+    Mutant(
+        "extra/schemes.py", "elif not version_2:", "elif version_2:", "safetensors_equal and GPTQ"
+    ),
     Mutant("tokenizer.py", "self.strip_space = at_start and", "self.strip_space =", "round_trip"),
     Mutant(
         "tokenizer.py",
@@ -228,7 +265,7 @@ MUTANTS = [
         "tokenizer.py",
         'utf8_errors = "replace" if',
         'utf8_errors = "replace" if not',
-        "tokenizer_json",
+        "tokenizer_json_equals",
     ),
     Mutant(
         "tokenizer.py",
@@ -268,9 +305,11 @@ MUTANTS = [
         "extra/speculation.py",
         "own.pos = min(own.pos, self.first + agreeing(self.guesses, text))",
         "own.pos = own.pos",
-        "draft",
+        "draft_keeps",
     ),
-    Mutant("extra/speculation.py", "read = position", "read = len(ids) - 1", "speculation"),
+    Mutant(
+        "extra/speculation.py", "read = position", "read = len(ids) - 1", "interrupted_speculation"
+    ),
     Mutant("extra/speculation.py", "if proposed or waited:", "if proposed:", "costs_3_percent"),
     Mutant(
         "chat.py",
@@ -316,43 +355,85 @@ def stale(mutants: list[Mutant]) -> Iterator[str]:
     """A line for each mutant whose text or tests are not there."""
     tests = re.findall(r"^def (test_\w+)", (ROOT / "test_all.py").read_text(), re.MULTILINE)
     for mutant in mutants:
-        words = mutant.words.replace(" or ", "|")
-        if not any(re.search(words, test) for test in tests):
-            yield f"no test of test_all.py is named {mutant.words!r}: mend this mutant"
+        name = mutant.words.partition(" and ")[0]
+        if not any(name in test for test in tests):
+            yield f"no test of test_all.py is named {name!r}: mend this mutant"
         file = ROOT / mutant.file
         count = file.read_text().count(mutant.old) if file.is_file() else 0
         if count != 1:
             yield f"{mutant.file} has {mutant.old!r} {count} times, not once: mend this mutant"
 
 
-def first_failure(folder: Path, words: str) -> str | None:
-    """The first test to fail of those whose names contain the words. Returns None if all pass.
+def run_tests(folder: Path, words: str, output: Path, caches: bool) -> None:
+    """In a process of its own, run the tests whose names match the words up to the first failure,
+    and exit with pytest's code. caches: whether what is compiled may be kept, which is for the
+    program without a change."""
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    sys.dont_write_bytecode = not caches
+    code = pytest.main([*"-q -x -p no:cacheprovider test_all.py -k".split(), words])
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def first_failure(folder: Path, words: str, caches: bool = False) -> str | None:
+    """The first test to fail of those whose names match the words. Returns None if all pass.
     Raises RuntimeError if none can be run."""
-    command = [sys.executable, *"-m pytest -q -x -p no:cacheprovider test_all.py -k".split(), words]
-    try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired:
+    output = folder / "output"
+    process = FORKS.Process(target=run_tests, args=(folder, words, output, caches))
+    process.start()
+    process.join(SECONDS)
+    if process.is_alive():
+        process.kill()
+        process.join()
         return f"not finished after {SECONDS} seconds"
-    if done.returncode < 0:  # what the interpreter's kernels read or write out of bounds
-        return signal.strsignal(-done.returncode)
-    if done.returncode == 0:
+    if process.exitcode < 0:  # what the interpreter's kernels read or write out of bounds
+        return signal.strsignal(-process.exitcode)
+    if process.exitcode == 0:
         return None
-    failed = re.search(r"^(?:FAILED|ERROR) test_all.py::(.*?)(?: - |$)", done.stdout, re.MULTILINE)
-    if done.returncode > 1 or failed is None:
-        raise RuntimeError(f"pytest -k {words!r}: {done.stdout[-300:]}{done.stderr[-300:]}")
+    said = output.read_text()
+    failed = re.search(r"^(?:FAILED|ERROR) test_all.py::(.*?)(?: - |$)", said, re.MULTILINE)
+    if process.exitcode > 1 or failed is None:
+        raise RuntimeError(f"pytest -k {words!r} ({process.exitcode}): {said[-600:]}")
     return failed[1]
 
 
 def noticed(mutant: Mutant, copy: Path) -> bool:
     """Whether a test fails when the mutant is put into this copy of the program."""
+    start = time.monotonic()
     file = copy / mutant.file
     source = file.read_text()
     file.write_text(source.replace(mutant.old, mutant.new))
     failure = first_failure(copy, mutant.words)
     file.write_text(source)
     change = f"{' '.join(mutant.old.split())} -> {' '.join(mutant.new.split())}"
-    print(f"{mutant.file}: {change}: {failure or 'NOT NOTICED'}", flush=True)
+    took = time.monotonic() - start
+    print(f"{mutant.file}: {change}: {failure or 'NOT NOTICED'} ({took:.0f} s)", flush=True)
     return failure is not None
+
+
+def passes(words: str, copy: Path) -> bool:
+    """Whether the tests whose names match the words pass without any change."""
+    failure = first_failure(copy, words, caches=True)
+    if failure:
+        print(f"{failure} fails without any change", flush=True)
+    return not failure
+
+
+def prepare() -> None:
+    """What all forks have in common."""
+    del sys.path[0]  # this folder, whose kernels.py is not the program's
+    # has to be said before Triton is imported
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    for name in LARGE_PACKAGES:
+        importlib.import_module(name)
+    # a draw that fails need not be made small
+    phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+    hypothesis.settings.register_profile("mutants", phases=phases)
+    hypothesis.settings.load_profile("mutants")
 
 
 def main() -> int:
@@ -368,14 +449,25 @@ def main() -> int:
         sys.exit("\n".join(found))
     if args.check:
         return 0
+    prepare()
     ignored = shutil.ignore_patterns(".*", "__pycache__")
-    with tempfile.TemporaryDirectory() as made:
-        copy = Path(shutil.copytree(ROOT, Path(made) / "copy", ignore=ignored))
-        failed = first_failure(copy, " or ".join({mutant.words for mutant in mutants}))
-        if failed:
-            sys.exit(f"{failed} fails without any change")
-        outcomes = [noticed(mutant, copy) for mutant in mutants]
-    return 0 if all(outcomes) else 1
+    with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(os.cpu_count()) as pool:
+        copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        for i in range(os.cpu_count()):
+            copies.put(Path(shutil.copytree(ROOT, Path(made) / str(i), ignore=ignored)))
+
+        def in_a_copy(act, what) -> bool:
+            copy = copies.get()
+            try:
+                return act(what, copy)
+            finally:
+                copies.put(copy)
+
+        words = [*dict.fromkeys(f"({mutant.words})" for mutant in mutants)]
+        shares = [" or ".join(words[i :: os.cpu_count()]) for i in range(os.cpu_count())]
+        if not all([*pool.map(partial(in_a_copy, passes), filter(None, shares))]):
+            return 1
+        return 0 if all([*pool.map(partial(in_a_copy, noticed), mutants)]) else 1
 
 
 if __name__ == "__main__":
