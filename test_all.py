@@ -4038,7 +4038,8 @@ ROPES = [  # fields of a config.json, in all places where they have been
 
 
 @pytest.mark.parametrize("fields", ROPES, ids=str)
-def test_yarn_and_config_places_of_rope_equal_transformers(copy, fields):
+def test_yarn_and_config_places_of_rope_equal_transformers(copy, small_gguf, fields):
+    """And the fields of a GGUF, for what it can say."""
     edit(copy / "config.json", **dict(rope_parameters=None) | fields)
     theirs = transformers.AutoConfig.from_pretrained(copy)
     kind = theirs.rope_parameters["rope_type"]
@@ -4049,6 +4050,10 @@ def test_yarn_and_config_places_of_rope_equal_transformers(copy, fields):
     angles = torch.outer(torch.arange(50.0), freqs)
     expected = gain * torch.stack((angles.cos(), angles.sin()), -1)
     assert_close(rope_table(read_config(copy), 50), expected, 1e-5)
+    if kind != "llama3" and not {"attention_factor", "mscale"} & theirs.rope_parameters.keys():
+        metadata = gguf_metadata(theirs) | BYTES
+        file = write_gguf(copy / "a.gguf", metadata, small_gguf[1])
+        assert_close(rope_table(read_config(file), 50), expected, 1e-5)
 
 
 GIVEN = dict(
@@ -5477,6 +5482,9 @@ def gguf_metadata(config) -> dict:
             "rope.scaling.factor": floats(rope["factor"]),
             "rope.scaling.original_context_length": original,
         }
+        for name in ("beta_fast", "beta_slow"):
+            if rope.get(name):
+                said[f"rope.scaling.yarn_{name}"] = floats(rope[name])
     if getattr(config, "num_experts", None):
         said["expert_count"] = config.num_experts
         said["expert_used_count"] = config.num_experts_per_tok
@@ -5999,25 +6007,6 @@ def test_gguf_fields_of_llama_cpps_writer(tmp_path, small_gguf, said, expected):
     both = read_config(write_gguf(tmp_path / "b.gguf", about, with_factors)).rope_factors
     plain = torch.tensor(config.rope_factors or (1.0,) * 8)
     assert torch.tensor(both).equal(plain * DIVISORS), "as llama.cpp multiplies"
-
-
-@pytest.mark.parametrize("fast, slow", [(None, None), (16.0, 2.0), (48.0, None)])
-def test_gguf_yarn_equals_transformers(tmp_path, small_gguf, fast, slow):
-    metadata, tensors = small_gguf
-    betas = {"beta_fast": fast, "beta_slow": slow}
-    betas = {name: value for name, value in betas.items() if value}
-    said = YARN_GGUF | {f"{ROPE}yarn_{name}": F32(value) for name, value in betas.items()}
-    said = {f"llama.{key}": value for key, value in said.items()}
-    config = read_config(write_gguf(tmp_path / "a.gguf", metadata | said, tensors))
-    rope = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=64, rope_theta=5e5)
-    theirs = transformers.LlamaConfig(
-        hidden_size=64, num_attention_heads=4, max_position_embeddings=512,
-        rope_parameters=rope | betas,
-    )  # fmt: skip
-    freqs, gain = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
-    ours = 5e5 ** -(torch.arange(8.0) / 8) / torch.tensor(config.rope_factors)
-    assert_close(ours, freqs, 1e-6)
-    assert config.rope_gain == pytest.approx(gain)
 
 
 GGUF_TEXTS = [
