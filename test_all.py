@@ -2221,6 +2221,9 @@ def test_what_is_said_of_a_run(tiny_session, tiny, monkeypatch):
     shape = "0.1M parameters, 2 layers, dim 64, 4 heads (2 of keys and values)"
     assert model == f"model     {tiny}: {shape}"
     assert running == "running   fp32 on cpu, torch ops, context 256, seed 7"
+    options = dict(dtype="fp32", format="e4m3", kv_fp8=True, accumulate="fp32")
+    types = "fp32 with e4m3 matrices, e4m3 keys and values, fp32 sums for prompts"
+    assert Session(tiny, device="cpu", **options).types() == types
     usage = SimpleNamespace(ru_maxrss=1_500_000)
     monkeypatch.setattr(run.resource, "getrusage", lambda who: usage)
     timings = Timings(100, 0.5, new_tokens=21, steps=20, step_seconds=4.0)
@@ -2477,8 +2480,9 @@ def test_flags_that_are_not_given():
     names = ("temp", "top_k", "top_p", "min_p", "repeat_last_n", "seed")
     assert run.sampling_flags(run.parse_args(zeros)) == dict.fromkeys(names, 0)
     assert run.text_options(run.parse_args(zeros)) == dict(n=0, stop=[], ignore_eos=False)
-    literal = run.parse_args(["--no-escape", "-p", r"\n", "--stop", r"\n"])
-    assert (literal.prompt, literal.stop) == (r"\n", [r"\n"])
+    words = r"--no-escape --chat -p \n -sys \n --stop \n".split()
+    literal = run.parse_args(words)
+    assert literal.prompt == literal.system == r"\n" and literal.stop == [r"\n"]
 
 
 @pytest.mark.parametrize("main, flags, said", [
@@ -2721,6 +2725,36 @@ def test_texts_in_any_order(tiny_session, tiny_model):
     options = dict(n=3, eos=every_but_bos, ignore_eos=True, logprobs=0)
     silent = tiny_session.generate("fox", **options).finish()
     assert silent.text == "" and [score.id for score in silent.logprobs] == [tokenizer.bos] * 3
+
+
+def test_scores_of_a_prompt(tiny_session, tiny_model, monkeypatch):
+    """Of which three tokens are evaluated at a time."""
+    monkeypatch.setattr("session.SCORED_AT_ONCE", 3 * tiny_model.config.vocab_size)
+    ids = tiny_session.tokenizer.encode("Once upon a time there was a fox")
+    generation = tiny_session.generate(ids, n=0, logprobs=2, echo=True).finish()
+    first, *scores = generation.logprobs
+    assert (first.id, first.logprob) == (ids[0], None)
+    assert [score.id for score in scores] == ids[1:]
+    for row, score in zip(logits_of(tiny_model, ids).log_softmax(1), scores):
+        assert score.logprob == pytest.approx(float(row[score.id]), abs=1e-3)
+        assert [id for id, _ in score.best] == row.topk(2).indices.tolist()
+
+
+def test_a_stopped_answer_goes_on_as_it_was_shown(tiny):
+    """Without the tokens of what came after the stop string's beginning."""
+    session = Session(tiny, dtype="fp32", device="cpu", chat_template="llama2")
+    ask = partial(session.chat, conversation("hello"), n=9, temp=0, ignore_eos=True)
+    answer = ask(stop=[ask().finish().text[4:6]]).finish()
+    assert answer.ended_by == "stop"
+    turns = conversation("hello", answer.text, "more")
+    text = lambda ids: session.tokenizer.decode(ids).replace(" ", "")
+    assert text(session.render(turns).ids) == text(session.tokenizer.apply_chat_template(turns))
+
+
+@pytest.mark.parametrize("bos, eos, first", [(1, 2, [1]), (-1, 2, [2]), (-1, -1, [])])
+def test_an_empty_prompt_begins_with_one_token(bos, eos, first):
+    tokenizer = SimpleNamespace(bos=bos, eos=eos, encode=lambda text: [])
+    assert Session.encode(SimpleNamespace(tokenizer=tokenizer), "") == first
 
 
 def test_generate_is_refused_at_the_call(tiny_session):
@@ -3800,27 +3834,6 @@ def test_families_equal_transformers(tmp_path, family, fp8, backend, monkeypatch
         assert (behind < 1e-4 * logits.std(1)).all(), behind
 
 
-BAD_EXPERTS = {  # family, fields of its config.json, what the line says
-    "fewer in the file": ("mixtral", dict(num_local_experts=5), "experts.4.w1.weight is missing; "),
-    "more in the file": ("mixtral", dict(num_local_experts=3), "experts.3.w1.weight is unexpected; "),
-    "more a token": (
-        "mixtral", dict(num_experts_per_tok=5), "num_experts_per_tok is 5; it must be a whole number from 1 to 4",
-    ),
-    "too many": ("qwen 3 moe", dict(num_local_experts=1 << 16), "num_local_experts is 65536; it must be"),
-    **{name: ("qwen 3 moe", {name: value}, f"{name} is {value}, which is not supported") for name, value in dict(
-        mlp_only_layers=[0], decoder_sparse_step=2, shared_expert_intermediate_size=8, routed_scaling_factor=2.5,
-    ).items()},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("how", BAD_EXPERTS)
-def test_bad_experts_are_one_line(copy, cli, how):
-    family, fields, said = BAD_EXPERTS[how]
-    hugging_face_model(350, **FAMILIES[family]).save_pretrained(copy)
-    edit(copy / "config.json", **fields)
-    assert_refused(cli("-m", copy, "-p", "a"), said)
-
-
 def test_biases_of_routers(copy, cli):
     """They are refused unless they are zeros."""
     theirs = hugging_face_model(350, **FAMILIES["qwen 3 moe"])
@@ -4189,6 +4202,8 @@ def test_config_eos_of_both_files(copy):
     assert read_config(copy).eos_ids == (0,) and read_config(copy).bos_id == 5
     edit(copy / "generation_config.json", eos_token_id=None)
     assert read_config(copy).eos_ids == (7, 2)
+    edit(copy / "config.json", eos_token_id=7)
+    assert Session(copy, device="cpu").eos == {7, 2}, "the tokenizer's own ends a text, too"
 
 
 # ---- extra/hub.py
@@ -4402,6 +4417,13 @@ index_of = lambda names: both(
 ONES = [1.0] * 8
 LONGROPE = dict(rope_type="longrope", short_factor=ONES, long_factor=ONES, attention_factor=1.0)
 
+
+def of_family(family: str, **fields):
+    """Put a model of another family there, of which config.json then says this."""
+    model = lambda folder: hugging_face_model(350, **FAMILIES[family]).save_pretrained(folder)
+    return both(model, spoil_config(**fields))
+
+
 # how a checkpoint, or one saved in a format, is corrupted: what the one-line error must contain
 SPOILED = {
     "no config": (remove("config.json"), "neither config.json nor params.json"),
@@ -4428,6 +4450,15 @@ SPOILED = {
     "params.json with experts": (
         lambda f: [to_meta(f, 1), edit(f / "params.json", moe={"num_experts": 8})], "params.json: moe is {",
     ),
+    "fewer experts in the file": (of_family("mixtral", num_local_experts=5), "experts.4.w1.weight is missing; "),
+    "more experts in the file": (of_family("mixtral", num_local_experts=3), "experts.3.w1.weight is unexpected; "),
+    "more experts a token than there are": (
+        of_family("mixtral", num_experts_per_tok=5), "num_experts_per_tok is 5; it must be a whole number from 1 to 4",
+    ),
+    "too many experts": (of_family("qwen 3 moe", num_local_experts=1 << 16), "num_local_experts is 65536; it must be"),
+    **{name: (of_family("qwen 3 moe", **{name: value}), f"{name} is {value}, which is not supported") for name, value
+       in dict(mlp_only_layers=[0], decoder_sparse_step=2, shared_expert_intermediate_size=8,
+               routed_scaling_factor=2.5).items()},
     **{f"yarn, {name}": (spoil_config(rope_parameters={"rope_type": "yarn", name: value}), f"{name} is {value}")
        for name, value in (("truncate", False), ("mscale_all_dim", 1.0))},
     **{f"longrope with {name}": (spoil_config(rope_parameters=LONGROPE | {name: value}), "rope_type is 'longrope'")
