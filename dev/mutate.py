@@ -94,7 +94,7 @@ MUTANTS = [
         "attention.py",
         "n + offs_n < end, scores, float",
         "n + offs_n <= end, scores, float",
-        "op_equals and bfloat16 and attention",
+        "attention_does_not_depend",
     ),
     Mutant(
         "attention.py",
@@ -282,6 +282,18 @@ MUTANTS = [
         "self.scores.append((token, float(logprobs[token]), pairs))",
         "self.scores.append((token, float(logprobs.exp()[token]), pairs))",
         "texts_in_any",
+    ),
+    Mutant(
+        "session.py",
+        "zip(prompt[first + 1 :], logprobs, best)",
+        "zip(prompt[1:], logprobs, best)",
+        "scores_of_a_prompt",
+    ),
+    Mutant(
+        "session.py",
+        '            if answer.ended_by == "stop":',
+        "            if False:",
+        "stopped_answer",
     ),
     Mutant(
         "session.py",
