@@ -4432,7 +4432,7 @@ SPOILED = {
     "config lacks a field": (spoil_config(hidden_size=None), "config.json lacks the field hidden_size"),
     **{f"{name} {value!r}": (spoil_config(**{name: value}), f"{name} is {value!r}") for name, value in dict(
         num_hidden_layers=-1, vocab_size=10**15, intermediate_size="many", rms_norm_eps=NAN, hidden_act="gelu",
-        model_type="gpt2", tie_word_embeddings="false",
+        model_type="gpt2", tie_word_embeddings="false", partial_rotary_factor=0.5,
     ).items()},
     "uneven heads": (spoil_config(num_key_value_heads=3), "4 query heads cannot share 3"),
     "sliding window": (
@@ -4460,7 +4460,7 @@ SPOILED = {
        in dict(mlp_only_layers=[0], decoder_sparse_step=2, shared_expert_intermediate_size=8,
                routed_scaling_factor=2.5).items()},
     **{f"yarn, {name}": (spoil_config(rope_parameters={"rope_type": "yarn", name: value}), f"{name} is {value}")
-       for name, value in (("truncate", False), ("mscale_all_dim", 1.0))},
+       for name, value in (("truncate", False), ("mscale_all_dim", 1.0), ("partial_rotary_factor", 0.5))},
     **{f"longrope with {name}": (spoil_config(rope_parameters=LONGROPE | {name: value}), "rope_type is 'longrope'")
        for name, value in (("long_factor", [2.0] * 8), ("attention_factor", 1.5))},
     "eos beyond the vocabulary": (
@@ -4750,6 +4750,9 @@ LLAMA_7B = read_config_like(
 )  # fmt: skip
 
 
+EIGHT_EXPERTS = dict(n_experts=8, experts_per_token=2)
+
+
 @pytest.mark.parametrize("dtype, device, options, weights, cache, room", [
     # 32 layers of 202,375,168 weights and an output matrix of 131,072,000, as many in the
     # embedding, and 65 norms of 4096: 6,738,415,616 in all. A token's keys and values are
@@ -4766,14 +4769,18 @@ LLAMA_7B = read_config_like(
     ("fp16", "cuda", dict(format=INT4), 4.04, 2.15, 1.57),
     ("fp32", "cpu", dict(format=INT4), 4.30, 4.29, 3.15),
     ("bf16", "cpu", dict(format=INT4), 8.09, 2.15, 1.57),
+    # 8 experts: 30,299,652,096 weights more, and a router of 32,768 in each layer. Room is for one
+    # expert at a time, and a CPU keeps no copy of them
+    ("fp16", "cuda", dict(shape=EIGHT_EXPERTS), 74.08, 2.15, 1.57),
+    ("bf16", "cpu", dict(shape=EIGHT_EXPERTS, format=INT4), 22.45, 2.15, 1.57),
     # half of the matrices and of the cache; the output matrix has 16,000 rows
     ("fp16", "cuda", dict(ranks=Ranks(1, 2)), 6.87, 1.07, 0.79),
 ])  # fmt: skip
 def test_memory_of_7b(monkeypatch, dtype, device, options, weights, cache, room):
     """In GB, worked out by hand: if these change, so must what users are told that they need."""
-    ranks = options.get("ranks", Ranks())
-    asked = LLAMA_7B.cut(ranks.size), hardware.DTYPES[dtype], torch.device(device)
-    options = dict(ctx_size=4096) | options
+    options = dict(ctx_size=4096, shape={}, ranks=Ranks()) | options
+    config, ranks = replace(LLAMA_7B, **options.pop("shape")), options["ranks"]
+    asked = config.cut(ranks.size), hardware.DTYPES[dtype], torch.device(device)
     options["formats"] = formats_of(asked[0], options.pop("format", None))
     monkeypatch.setattr("extra.hardware.free_memory", lambda device: 1e6)
     with pytest.raises(MemoryError) as error:
@@ -5796,6 +5803,7 @@ def test_gguf_from_the_command_line(tmp_path, cli):
     for i, about in enumerate((metadata, {"general.architecture": "llama"})):
         about = about | split | {"split.no": numpy.uint16(i)}
         write_gguf(tmp_path / (part % (i + 1)), about, dict([*tensors.items()][i::2]))
+    (one / "mmproj-a.gguf").touch()  # of a model that sees, and no model of its own
     flags = ("-p", "The king", "-n", 20, "--temp", 0, "--repeat-penalty", 1, "--dtype", "fp32")
     run_it = lambda name: cli("-m", name, *flags)
     code, expected, _ = run_it(folder)

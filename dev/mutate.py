@@ -146,7 +146,9 @@ MUTANTS = [
     Mutant(
         "sampling.py", '(l != l) | (tl.abs(l) == float("inf"))', "(l != l)", "logits_not_finite"
     ),
-    Mutant("sampling.py", "bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits", "sampling_equals"),
+    Mutant(
+        "sampling.py", "bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits", "sampling_equals and above"
+    ),
     Mutant("sampling.py", "2.0 ** (53 - V.bit_length())", "8.0", "sampling_equals"),
     Mutant("sampling.py", ".masked_fill(ranked < floor, -math.inf)", "", "lowest_logit"),
     Mutant(
@@ -207,6 +209,12 @@ MUTANTS = [
         "tied_embeddings",
     ),
     Mutant("checkpoint.py", "if named.get(t.name, t.file) == t.file", "", "files_beside and twice"),
+    Mutant(
+        "extra/hardware.py",
+        "max(MARGIN * max(of_one), *sizes)",
+        "MARGIN * max(sizes)",
+        "memory_of_7b",
+    ),
     Mutant(
         "extra/hardware.py",
         "workspace += 2 * layer * dtype.itemsize",
