@@ -2248,6 +2248,12 @@ def test_what_is_said_of_a_run(tiny_session, tiny, monkeypatch):
     speed = "21 tokens, 5.0 tokens/s; prompt: 100 of 120 tokens evaluated in 0.50 s"
     assert chat_module.speed(generation) == speed
     assert timings + timings == Timings(200, 1.0, 42, 40, 8.0)
+    session.timings = generation.timings = Timings(100, 0.5, new_tokens=1)  # the prompt's own
+    prompt, generated = run.closing(session).splitlines()[1:3]
+    assert prompt == "prompt    100 tokens in 500.0 ms, 200.0 tokens/s"
+    assert generated == "generated 1 tokens"
+    seconds = ("prompt_seconds", "tokens_per_s")
+    assert [chat_module.record(generation)[name] for name in seconds] == [0.5, None]
 
 
 def test_prompt_from_file_stdin_and_escapes(cli, tiny, tmp_path):
@@ -4126,6 +4132,7 @@ def test_config_fields_and_defaults(tmp_path, family, fields):
         qkv_bias=family == "Qwen2", qk_norm=family.startswith("Qwen3"),
     )  # fmt: skip
     assert {name: getattr(ours, name) for name in expected} == expected
+    assert ours.dtype == torch.bfloat16 or "torch_dtype" not in fields
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen 3", "qwen 3 moe"])
