@@ -57,7 +57,7 @@ test: .venv/ready-test model  ## all tests; no GPU needed: five minutes on two c
 fuzz: .venv/ready-test  ## corrupt checkpoints, templates, texts and options at random for a minute
 	$(VENV)/python dev/fuzz.py $(ARGS)
 
-mutate: .venv/ready-test  ## small wrong changes to the program, each of which the tests must notice: ten minutes
+mutate: .venv/ready-test  ## small wrong changes to the program, each of which the tests must notice: six minutes
 	$(VENV)/python dev/mutate.py $(ARGS)
 
 lint: .venv/ready-test  ## ruff: style and formatting
