@@ -713,9 +713,8 @@ def _load_few_weights(
 ):  # fmt: skip
     """Load FEW.rows rows of the matrix whose N rows begin at row `first` of W, from its `row` on,
     and of each of them FEW.warps * FEW.steps * 64 bytes from column k on. A thread gets E weights
-    of a row. A warp loads FEW.lanes * 16
-    neighbouring bytes of a row at a time; with more than 4 lanes the compiler moves values between
-    threads."""
+    of a row. A warp loads FEW.lanes * 16 neighbouring bytes of a row at a time; with more than 4
+    lanes the compiler moves values between threads."""
     GROUPS: tl.constexpr = FEW.rows // 8
     SIDES: tl.constexpr = FEW.lanes // 4
     i = tl.arange(0, FEW.steps * GROUPS * FEW.warps * 32)[:, None]
@@ -933,8 +932,9 @@ def _launch_experts(
     chosen = (routes.order, routes.counts)
     plan = _few_plan(op, x, w, rows, len(routes.ids))
     if plan is not None:
-        normed = x if norm is None else rmsnorm(x, norm, eps)
-        args = (normed, w.tensors, None, slots, epilogue.args, *chosen)
+        if norm is not None:
+            x = rmsnorm(x, norm, eps)
+        args = (x, w.tensors, None, slots, epilogue.args, *chosen)
         grid = (plan.programs, min(slots, E))
         _launch_plan(plan, grid, args, w, rows, epilogue, EXPERTS=among, ADDED=None)
         return
