@@ -89,7 +89,7 @@ from dev import tune as tuner
 from dev.checkpoints import sentencepiece_metadata, write_gguf
 from extra import cli as cli_module
 from extra import config as config_module
-from extra import experts, hardware, hopper, int4, parallel, quants, schemes
+from extra import experts, hardware, hopper, int4, parallel, quants, schemes, sources
 from extra import gguf as ggml
 from extra.hardware import check_memory, pick_dtype
 from extra.hub import local_checkpoint, pick_gguf
@@ -3800,7 +3800,7 @@ def test_stop_strings_with_control_tokens():
         assert (seen, stream.stopped) == (expected, stopped), stops
 
 
-# ---- checkpoint.py, extra/tensors.py and extra/hub.py: layouts, families, the hub
+# ---- checkpoint.py, extra/sources.py, extra/tensors.py and extra/hub.py: layouts, families, the hub
 
 
 @pytest.mark.parametrize("family, fp8, backend", [
@@ -4020,7 +4020,7 @@ def test_tied_embeddings_are_what_the_tensors_say(tmp_path, head, suffix):
 def test_weights_that_change_while_they_are_read(copy, layout, how):
     LAYOUTS.get(layout, lambda folder: None)(copy)
     opened = checkpoint.Checkpoint(copy)
-    file = checkpoint.weight_files(copy).files[0]
+    file = sources.weight_files(copy).files[0]
     if how == "cut":
         os.truncate(file, 9999)
     else:

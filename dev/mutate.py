@@ -203,12 +203,14 @@ MUTANTS = [
     Mutant("extra/config.py", ' or f.ids("eos_token_id", vocab_size)', "", "config_eos"),
     Mutant("extra/config.py", "fields | _said(last)", "_said(last) | fields", "places_of_rope"),
     Mutant(
-        "checkpoint.py",
+        "extra/sources.py",
         "elif not all(map(equal, outputs,",
         "elif all(map(equal, outputs,",
         "tied_embeddings",
     ),
-    Mutant("checkpoint.py", "if named.get(t.name, t.file) == t.file", "", "files_beside and twice"),
+    Mutant(
+        "extra/sources.py", "if named.get(t.name, t.file) == t.file", "", "files_beside and twice"
+    ),
     Mutant(
         "extra/hardware.py",
         "max(MARGIN * max(of_one), *sizes)",

@@ -1,6 +1,6 @@
 """The way back from loading (see checkpoint.py): save a checkpoint with its matrices in a format,
 so that later runs need not encode them. The result is a folder with the original's small files and
-a model.safetensors whose metadata names the format. checkpoint.SavedFolder reads it."""
+a model.safetensors whose metadata names the format. SavedFolder in sources.py reads it."""
 
 import os
 import shutil
@@ -13,19 +13,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from checkpoint import (
-    SAVED,
-    SAVED_LAYOUT,
-    Checkpoint,
-    Loader,
-    check_groups,
-    check_original,
-    find_checkpoint,
-    saved_matrix,
-)
+from checkpoint import Checkpoint, Loader, check_groups, check_original, find_checkpoint
 from extra.files import one_line_errors
 from extra.hardware import DTYPES, check_choice, check_memory, pick_device
 from extra.names import formats_of, model_tensors, weight_bytes
+from extra.sources import SAVED, SAVED_LAYOUT, saved_matrix
 from formats import Format
 from kernels import FORMATS
 from model import Config, Weights
