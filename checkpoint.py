@@ -25,6 +25,8 @@ Only a Source knows its layout. It gives the Loader tensors under names of our o
 quantised them. files.py opens all files, since none is trusted. save.py goes the other way, and
 writes the weights of a Loader to a folder."""
 
+from __future__ import annotations
+
 import itertools
 import math
 from collections.abc import Iterable
@@ -66,6 +68,99 @@ from formats import Format, Matrix, Tensors
 from kernels import FORMATS
 from model import Config, LayerWeights, Llama, Weights, listed
 from sampling import Sampling
+
+# ---- all steps
+
+
+@one_line_errors()
+def load(
+    name: str | Path | Checkpoint,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    ctx_size: int | None = None,
+    backend: str = "auto",
+    format: str | None = None,
+    kv_fp8: bool = False,
+    accumulate: str = "auto",
+    quiet: bool = False,
+    ranks: Ranks = Ranks(),
+    sampling: dict[str, float] | None = None,
+) -> Llama:
+    """Load a checkpoint: a folder in Hugging Face's or Meta's layout, a GGUF file or a repository of
+    the hub, see find_checkpoint, or one that is open already.
+
+    ctx_size: the context, which must fit into memory beside the weights; 0 is the model's own; None
+    is that, but at most 4096. format: the one for the matrices, a name of kernels.FORMATS; what
+    `save` wrote has its own. kv_fp8: keys and values in 8 bits. accumulate: how a prompt's products
+    are summed, see kernels.py. quiet: no progress bar. ranks: the processes that share the model,
+    if there are several. sampling: settings that replace the checkpoint's own. Raises ValueError,
+    OSError or MemoryError, in one line that says what to do."""
+    check_choice("format", format, (None, *FORMATS))
+    if ctx_size is not None and ctx_size < 0:
+        raise ValueError(
+            f"ctx_size is {ctx_size}; it must be a number of tokens, or 0 for the model's own"
+        )
+
+    # Steps 1 to 5, unless they have been taken
+    checkpoint = name
+    if not isinstance(name, Checkpoint):
+        checkpoint = Checkpoint(find_checkpoint(name))
+    folder = checkpoint.folder
+    config = checkpoint.config
+    given = sampling or {}
+    own = read_sampling(folder, given)
+    if not checkpoint.format or format != checkpoint.format.name:
+        check_original(checkpoint, format)
+
+    # Step 6
+    on = pick_device(device, ranks)
+    backend = pick_backend(backend, on)
+    if backend == "triton" and config.head_dim % 8:
+        wrong = f"head_dim is {config.head_dim}; the kernels need a multiple of 8"
+        raise ValueError(f"{folder}: {wrong}: use --backend torch")
+    as_dtype = pick_dtype(dtype, checkpoint.dtype, on, checkpoint.elements)
+    if ctx_size is None:
+        ctx_size = min(config.max_seq_len, 4096)
+    ctx_size = ctx_size or config.max_seq_len
+    if config.sliding_window and ctx_size > config.sliding_window:
+        window = f"sliding_window is {config.sliding_window}"
+        raise ValueError(f"{folder}: {window}: a context of {ctx_size} is not supported (see -c)")
+    check_accumulate(accumulate, backend, on, as_dtype)
+    config = config.cut(ranks.size)
+    matrix_dtype = kernels.storage_dtype(backend, as_dtype, on)
+    formats = formats_of(config, checkpoint.format or FORMATS.get(format))
+    if formats:
+        matrix_dtype = checkpoint.dtype  # codes do not depend on --dtype
+    else:
+        # On a CPU torch has no fast product for 8-bit codes in groups, so they are decoded
+        decodes = on.type == "cpu" and backend == "torch"
+        formats = checkpoint.formats_as_stored(config, most_bits=4 if decodes else 8)
+    check_groups(config, formats)
+    ranks.join(on)
+    check_memory(config, as_dtype, on, ctx_size, formats, kv_fp8, ranks)
+
+    # Step 7
+    loader = Loader(checkpoint, as_dtype, matrix_dtype, on, formats, backend, ranks, quiet)
+    with torch.inference_mode():
+        weights = loader.load()
+    if on.type == "cuda":
+        del loader
+        torch.cuda.empty_cache()  # what loading needed in addition to the weights
+    return Llama(
+        config=config,
+        weights=weights,
+        backend=backend,
+        device=on,
+        dtype=as_dtype,
+        ctx_size=ctx_size,
+        checkpoint=checkpoint,
+        kv_fp8=kv_fp8,
+        accumulate=accumulate,
+        ranks=ranks,
+        sampling=Sampling(**own | given),
+    )
+
 
 # ---- step 1: from a name to a path
 
@@ -164,20 +259,15 @@ class Checkpoint:
         return None
 
 
-# ---- step 7: the loader
+# ---- step 6: what `load` and `save` refuse
 
 
-def largest_read(c: Config) -> int:
-    """Elements of the largest matrix that is read to be encoded. Whole rows are read, even if a
-    rank keeps only some of their columns."""
-    sizes = []
-    for t in model_tensors(c):
-        if t.is_matrix:
-            _, columns = t.parts[0].dims
-            sizes.append(math.prod(t.shape(c)))
-            if columns in CUT:
-                sizes[-1] *= c.ranks
-    return max(sizes)
+def check_original(checkpoint: Checkpoint, format: str | None) -> None:
+    """Raise ValueError if matrices that are encoded already would be encoded again."""
+    own = checkpoint.format.name if checkpoint.format else checkpoint.quantised
+    if own and format:
+        lossy = f"its matrices are {own}, and {format} would lose precision a second time"
+        raise ValueError(f"{checkpoint.folder}: {lossy}: run it as it is, or encode the original")
 
 
 def check_groups(c: Config, formats: Formats) -> None:
@@ -189,6 +279,9 @@ def check_groups(c: Config, formats: Formats) -> None:
             where = f" on each of {c.ranks} processes" if c.ranks > 1 else ""
             needs = f"{format.name} needs a multiple of {format.group}"
             raise ValueError(f"{name} has {columns} columns{where}; {needs}")
+
+
+# ---- step 7: the loader
 
 
 class Piece(NamedTuple):
@@ -336,102 +429,14 @@ class Loader:
             raise ValueError(flaw or str(error)) from None
 
 
-def check_original(checkpoint: Checkpoint, format: str | None) -> None:
-    """Raise ValueError if matrices that are encoded already would be encoded again."""
-    own = checkpoint.format.name if checkpoint.format else checkpoint.quantised
-    if own and format:
-        lossy = f"its matrices are {own}, and {format} would lose precision a second time"
-        raise ValueError(f"{checkpoint.folder}: {lossy}: run it as it is, or encode the original")
-
-
-# ---- all steps
-
-
-@one_line_errors()
-def load(
-    name: str | Path | Checkpoint,
-    *,
-    dtype: str = "auto",
-    device: str = "auto",
-    ctx_size: int | None = None,
-    backend: str = "auto",
-    format: str | None = None,
-    kv_fp8: bool = False,
-    accumulate: str = "auto",
-    quiet: bool = False,
-    ranks: Ranks = Ranks(),
-    sampling: dict[str, float] | None = None,
-) -> Llama:
-    """Load a checkpoint: a folder in Hugging Face's or Meta's layout, a GGUF file or a repository of
-    the hub, see find_checkpoint, or one that is open already.
-
-    ctx_size: the context, which must fit into memory beside the weights; 0 is the model's own; None
-    is that, but at most 4096. format: the one for the matrices, a name of kernels.FORMATS; what
-    `save` wrote has its own. kv_fp8: keys and values in 8 bits. accumulate: how a prompt's products
-    are summed, see kernels.py. quiet: no progress bar. ranks: the processes that share the model,
-    if there are several. sampling: settings that replace the checkpoint's own. Raises ValueError,
-    OSError or MemoryError, in one line that says what to do."""
-    check_choice("format", format, (None, *FORMATS))
-    if ctx_size is not None and ctx_size < 0:
-        raise ValueError(
-            f"ctx_size is {ctx_size}; it must be a number of tokens, or 0 for the model's own"
-        )
-
-    # Steps 1 to 5, unless they have been taken
-    checkpoint = name
-    if not isinstance(name, Checkpoint):
-        checkpoint = Checkpoint(find_checkpoint(name))
-    folder = checkpoint.folder
-    config = checkpoint.config
-    given = sampling or {}
-    own = read_sampling(folder, given)
-    if not checkpoint.format or format != checkpoint.format.name:
-        check_original(checkpoint, format)
-
-    # Step 6
-    on = pick_device(device, ranks)
-    backend = pick_backend(backend, on)
-    if backend == "triton" and config.head_dim % 8:
-        wrong = f"head_dim is {config.head_dim}; the kernels need a multiple of 8"
-        raise ValueError(f"{folder}: {wrong}: use --backend torch")
-    as_dtype = pick_dtype(dtype, checkpoint.dtype, on, checkpoint.elements)
-    if ctx_size is None:
-        ctx_size = min(config.max_seq_len, 4096)
-    ctx_size = ctx_size or config.max_seq_len
-    if config.sliding_window and ctx_size > config.sliding_window:
-        window = f"sliding_window is {config.sliding_window}"
-        raise ValueError(f"{folder}: {window}: a context of {ctx_size} is not supported (see -c)")
-    check_accumulate(accumulate, backend, on, as_dtype)
-    config = config.cut(ranks.size)
-    matrix_dtype = kernels.storage_dtype(backend, as_dtype, on)
-    formats = formats_of(config, checkpoint.format or FORMATS.get(format))
-    if formats:
-        matrix_dtype = checkpoint.dtype  # codes do not depend on --dtype
-    else:
-        # On a CPU torch has no fast product for 8-bit codes in groups, so they are decoded
-        decodes = on.type == "cpu" and backend == "torch"
-        formats = checkpoint.formats_as_stored(config, most_bits=4 if decodes else 8)
-    check_groups(config, formats)
-    ranks.join(on)
-    check_memory(config, as_dtype, on, ctx_size, formats, kv_fp8, ranks)
-
-    # Step 7
-    loader = Loader(checkpoint, as_dtype, matrix_dtype, on, formats, backend, ranks, quiet)
-    with torch.inference_mode():
-        weights = loader.load()
-    if on.type == "cuda":
-        del loader
-        torch.cuda.empty_cache()  # what loading needed in addition to the weights
-    return Llama(
-        config=config,
-        weights=weights,
-        backend=backend,
-        device=on,
-        dtype=as_dtype,
-        ctx_size=ctx_size,
-        checkpoint=checkpoint,
-        kv_fp8=kv_fp8,
-        accumulate=accumulate,
-        ranks=ranks,
-        sampling=Sampling(**own | given),
-    )
+def largest_read(c: Config) -> int:
+    """Elements of the largest matrix that is read to be encoded. Whole rows are read, even if a
+    rank keeps only some of their columns."""
+    sizes = []
+    for t in model_tensors(c):
+        if t.is_matrix:
+            _, columns = t.parts[0].dims
+            sizes.append(math.prod(t.shape(c)))
+            if columns in CUT:
+                sizes[-1] *= c.ranks
+    return max(sizes)
