@@ -1,6 +1,6 @@
 """Every op of the model. One op is one block: formula and shapes, a reference in plain torch, the
-Triton kernel or what it adds to a product, its launcher. attention.py and sampling.py hold the
-larger ones.
+Triton kernel or what it adds to a product, its launcher. The larger ones are in attention.py and
+sampling.py, and the router of models with experts is in extra/experts.py.
 
 Shape letters, here and everywhere:
 
@@ -95,10 +95,10 @@ from sampling import sample, sample_ref
 #
 #      With one token a product is bound by reading W: the kernel streams W's rows once and does
 #      everything else on the way. With 2 to 16 tokens, tensor cores multiply W as it streams by.
-#      What an op does with the result is its epilogue, a function that either kernel calls with its
-#      part of y. With more tokens, or where launch.json leaves it to the library, the library's
-#      product runs between small fused kernels: with many tokens it is compute-bound, and runs at
-#      the card's product rate (BENCHMARKS.md).
+#      What an op does with the result is its epilogue, a function that each of these kernels calls
+#      with its part of y. With more tokens, or where launch.json has no sizes, the library's product
+#      runs between small fused kernels: with many tokens it is compute-bound, and runs at the card's
+#      product rate (BENCHMARKS.md). For experts, extra/experts.py has a kernel in its place.
 #
 #      A matrix may have a bias [N], which is added to y before the epilogue. Without one, None is
 #      passed, and the kernel is compiled without that step.
@@ -352,30 +352,30 @@ def _range_of(
 
 
 @jit
-def _first_rows(ids, N, SLOTS: tl.constexpr):
-    """A tuple: the first row in W of each of SLOTS matrices whose products are added up, or of this
+def _first_rows(ids, N, SUMMED: tl.constexpr):
+    """A tuple: the first row in W of each of SUMMED matrices whose products are added up, or of this
     program's one. N: rows of a matrix. The loads bypass the L1 cache, where ids may be stale."""
     first = ()
     if ids is None:
         first += (0,)
-    elif SLOTS == 1:
+    elif SUMMED == 1:
         first += (tl.load(ids + tl.program_id(1), cache_modifier=".cg").to(tl.int64) * N,)
     else:
-        for slot in tl.static_range(SLOTS):
+        for slot in tl.static_range(SUMMED):
             first += (tl.load(ids + slot, cache_modifier=".cg").to(tl.int64) * N,)
     return first
 
 
 # W may be a stack of equal matrices (experts), of N rows and K columns each; `ids` picks some. With
-# SLOTS = 1, each of them multiplies the same x, in a row of the grid of its own. The previous
+# SUMMED = 1, each of them multiplies the same x, in a row of the grid of its own. The previous
 # kernel wrote the ids, so the programs wait for it at once, and only then let the next kernel
-# start. With more SLOTS, x has a part for each matrix, and the products are added up. The ids are
+# start. With more SUMMED, x has a part for each matrix, and the products are added up. The ids are
 # then older than the previous kernel (launch.py), so they are read, and W is loaded, before the wait.
 
 
 @jit
 def _vector_kernel(
-    x, norm, w, bias, eps, args, ids, N: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr,
+    x, norm, w, bias, eps, args, ids, N: tl.constexpr, K: tl.constexpr, SUMMED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
     LOAD: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr, SCALES: tl.constexpr, COLUMNS: tl.constexpr,
     GAIN: tl.constexpr, HALF2_ASM: tl.constexpr, PEAK: tl.constexpr,
@@ -385,17 +385,17 @@ def _vector_kernel(
     columns at a time. The norm's factor 1 / rms(x) is one number for all of x, so it is applied to
     the sums. For products in half precision, x is read twice, first for its range. args and SIZES
     are the epilogue's own: PREPARE loads before the wait what STORE will use."""
-    if ids is not None and SLOTS == 1:
+    if ids is not None and SUMMED == 1:
         gdc_wait(PDL)
     gdc_launch_dependents(PDL)
     row = tl.program_id(0) * ROWS
     ready = PREPARE(args, row, 1, N, ROWS, 1, SIZES)
     rows = row + tl.arange(0, ROWS)
-    first = _first_rows(ids, N, SLOTS)
+    first = _first_rows(ids, N, SUMMED)
     start, scales = (), ()
-    for slot in tl.static_range(SLOTS):
+    for slot in tl.static_range(SUMMED):
         start += ((tl.minimum(rows, N - 1).to(tl.int64) + first[slot])[:, None] * K,)
-        if GAIN is not None and SLOTS > 1:
+        if GAIN is not None and SUMMED > 1:
             scales += (row_scale(w, first[slot] + rows, rows < N, GAIN),)
     # Before the wait: fetch the first tiles of what no kernel writes. A thread gets eight
     # neighbours of W, as many as of a 16-bit x: otherwise 8-bit tiles would go through shared
@@ -411,18 +411,18 @@ def _vector_kernel(
         added = tl.load(args[ADDED] + rows, mask=rows < N, other=0.0).to(tl.float32)
     x_tile = _load_vector(x, 0, offs_k, K, BLOCK, COLUMNS)
     if HALF2_ASM is not None:
-        x_all = x_tile if SLOTS == 1 else _load_vector(x, 0, offs_k, SLOTS * K, BLOCK, COLUMNS)
-        power, inv_rms = _range_of(x, x_all, norm, eps, offs_k, SLOTS * K, BLOCK, COLUMNS, PEAK)
+        x_all = x_tile if SUMMED == 1 else _load_vector(x, 0, offs_k, SUMMED * K, BLOCK, COLUMNS)
+        power, inv_rms = _range_of(x, x_all, norm, eps, offs_k, SUMMED * K, BLOCK, COLUMNS, PEAK)
     elif norm is not None:
         squares = x_tile.to(tl.float32) * x_tile.to(tl.float32)
-    for slot in tl.static_range(SLOTS):
+    for slot in tl.static_range(SUMMED):
         for k in tl.static_range(0, K, BLOCK):
             # The next tile of W is in flight while this one is multiplied
             w_now = w_tile
             if k + BLOCK < K:
                 left = None if K % BLOCK == 0 else K - k - BLOCK
                 w_tile = LOAD(w, start[slot], k + BLOCK, left, BLOCK, 8, GROUP)
-            elif slot + 1 < SLOTS:
+            elif slot + 1 < SUMMED:
                 left = None if K % BLOCK == 0 else K
                 w_tile = LOAD(w, start[slot + 1], 0, left, BLOCK, 8, GROUP)
             x_now = x_tile
@@ -439,7 +439,7 @@ def _vector_kernel(
                 sums = VALUES(w_now, SCALES).to(tl.float32) * x_now
             else:
                 sums = _half2_sums(w_now, x_now.to(tl.float16), VALUES, HALF2_ASM)
-            if GAIN is not None and SLOTS > 1:
+            if GAIN is not None and SUMMED > 1:
                 sums *= scales[slot][:, None]
             if slot + k == 0:
                 acc = sums
@@ -450,7 +450,7 @@ def _vector_kernel(
         y *= inv_rms / power
     elif norm is not None:
         y *= tl.rsqrt(tl.sum(squares) / K + eps)
-    if GAIN is not None and SLOTS == 1:
+    if GAIN is not None and SUMMED == 1:
         y *= row_scale(w, first[0] + rows, rows < N, GAIN)
     if bias is not None:
         y += biases
@@ -576,17 +576,19 @@ def _stream_x(
 
 
 @jit
-def _slot_scales(w, first, rows, k, N, K: tl.constexpr, COLUMNS: tl.constexpr, GAIN: tl.constexpr):
+def _scales_of_parts(
+    w, first, rows, k, N, K: tl.constexpr, COLUMNS: tl.constexpr, GAIN: tl.constexpr
+):
     """The factors of sums over rows of several matrices side by side, for each 64 columns from k
     on: [R, COLUMNS / 64]. rows [R, 1]"""
     offs_k = tl.arange(0, COLUMNS // 64)[None, :] * 64
-    places = begin_of((rows, K, first), k, offs_k, COLUMNS, 1)
-    return row_scale(w, places, places >= 0, GAIN)
+    scale_rows = begin_of((rows, K, first), k, offs_k, COLUMNS, 1)
+    return row_scale(w, scale_rows, scale_rows >= 0, GAIN)
 
 
 @jit
 def _stream_kernel(
-    x, norm, w, bias, eps, args, ids, N: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr,
+    x, norm, w, bias, eps, args, ids, N: tl.constexpr, K: tl.constexpr, SUMMED: tl.constexpr,
     ROWS: tl.constexpr, TILES: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, LOAD: tl.constexpr, SUMS: tl.constexpr, GROUP: tl.constexpr,
     SCALES: tl.constexpr, COLUMNS: tl.constexpr, GAIN: tl.constexpr, SUM_X: tl.constexpr, PEAK: tl.constexpr,
@@ -596,19 +598,19 @@ def _stream_kernel(
     SUMS here. A program loops over TILES tiles of ROWS rows. Triton's pipelining turns the loads of
     W in this loop into asynchronous copies to shared memory, STAGES - 1 tiles ahead, the first of
     them before the wait."""
-    if ids is not None and SLOTS == 1:
+    if ids is not None and SUMMED == 1:
         gdc_wait(PDL)
     gdc_launch_dependents(PDL)
-    WIDTH: tl.constexpr = SLOTS * K  # columns of all matrices side by side
+    WIDTH: tl.constexpr = SUMMED * K  # columns of all matrices side by side
     row = tl.program_id(0) * (ROWS * TILES)
     end = tl.minimum(row + ROWS * TILES, N)
     COUNT: tl.constexpr = max(32, triton.next_power_of_2(ROWS * TILES))
     offs = tl.arange(0, COUNT)
     ready = PREPARE(args, row, 1, end, COUNT, 1, SIZES)
-    first, offsets = _first_rows(ids, N, SLOTS), ()
-    for slot in tl.static_range(SLOTS):
+    first, offsets = _first_rows(ids, N, SUMMED), ()
+    for slot in tl.static_range(SUMMED):
         offsets += ((first[slot] - slot) * K,)
-    if GAIN is not None and SLOTS == 1:
+    if GAIN is not None and SUMMED == 1:
         scales = row_scale(w, first[0] + row + offs, row + offs < end, GAIN)
     if bias is not None:
         biases = tl.load(bias + row + offs, mask=row + offs < end, other=0.0).to(tl.float32)
@@ -627,18 +629,18 @@ def _stream_kernel(
     squares, added = tl.zeros([BLOCK // 64], tl.float32), tl.zeros([COUNT], tl.float32)
     sums = tl.zeros([WARPS, COUNT], tl.float32)
     for i in tl.range(0, TILES, num_stages=STAGES):
-        w_tiles, slot_scales = (), ()
+        w_tiles, part_scales = (), ()
         for r in tl.static_range(0, ROWS, EACH):
             rows = tl.minimum(row + i * ROWS + r + tl.arange(0, EACH), N - 1).to(tl.int64)[:, None]
             start = (rows + first[0]) * K
             for k in tl.static_range(0, WIDTH, BLOCK):
                 left = None if WIDTH % BLOCK == 0 else WIDTH - k
-                if SLOTS == 1:
+                if SUMMED == 1:
                     w_tiles += (LOAD(w, start, k, left, BLOCK, GROUP),)
                 else:
                     w_tiles += (LOAD(w, (rows * K, K, offsets), k, left, BLOCK, GROUP),)
-                if GAIN is not None and SLOTS > 1:
-                    slot_scales += (_slot_scales(w, first, rows, k, N, K, BLOCK, GAIN),)
+                if GAIN is not None and SUMMED > 1:
+                    part_scales += (_scales_of_parts(w, first, rows, k, N, K, BLOCK, GAIN),)
         if i == 0:
             gdc_wait(PDL)
             if ADDED is not None:
@@ -657,8 +659,8 @@ def _stream_kernel(
                 w_tile = w_tiles[r // EACH * PARTS + j]
                 x_part = x_parts[j]
                 sums_of_tile = SUMS(w_tile, x_part[0], x_part[1], SCALES) * x_part[2]
-                if GAIN is not None and SLOTS > 1:
-                    sums_of_tile *= slot_scales[r // EACH * PARTS + j]
+                if GAIN is not None and SUMMED > 1:
+                    sums_of_tile *= part_scales[r // EACH * PARTS + j]
                 acc += sums_of_tile
             by_warp = tl.sum(acc.reshape(EACH, WARPS, 32), 2, keep_dims=True)
             place = (i * ROWS + r + tl.arange(0, EACH))[:, None, None]
@@ -666,7 +668,7 @@ def _stream_kernel(
     y = tl.sum(sums, 0)
     if norm is not None:
         y *= tl.rsqrt(tl.sum(squares) / K + eps)
-    if GAIN is not None and SLOTS == 1:
+    if GAIN is not None and SUMMED == 1:
         y *= scales
     if bias is not None:
         y += biases
@@ -698,9 +700,9 @@ def _stream_kernel(
 #
 #      An instruction multiplies 16 rows of W by 8 tokens, so the tokens are padded to 8 or 16. The norm,
 #      where there is one, is a separate kernel that runs first: while it runs, the first tiles of W are
-#      already in flight.
+#      already in flight, except where a router has to choose them.
 
-MAX_FEW = experts.FEW  # tokens
+MAX_FEW = experts.MAX_FEW  # tokens
 # How many slots an expert must have on average, before its 4-bit matrices are recoded for the 8-bit
 # tensor cores: below, that takes longer than it saves
 RECODED_FROM = 16
@@ -708,11 +710,11 @@ RECODED_FROM = 16
 
 @jit
 def _load_few_weights(
-    w, first, row, k: tl.constexpr, N, K: tl.constexpr, E: tl.constexpr, FEW: tl.constexpr,
+    w, first, row, k: tl.constexpr, N, K: tl.constexpr, EACH: tl.constexpr, FEW: tl.constexpr,
     LOAD: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Load FEW.rows rows of the matrix whose N rows begin at row `first` of W, from its `row` on,
-    and of each of them FEW.warps * FEW.steps * 64 bytes from column k on. A thread gets E weights
+    and of each of them FEW.warps * FEW.steps * 64 bytes from column k on. A thread gets EACH weights
     of a row. A warp loads FEW.lanes * 16 neighbouring bytes of a row at a time; with more than 4
     lanes the compiler moves values between threads."""
     GROUPS: tl.constexpr = FEW.rows // 8
@@ -722,65 +724,65 @@ def _load_few_weights(
     side = register % SIDES
     rows = row + register // SIDES % GROUPS * 8 + side * (8 // SIDES) + lane // FEW.lanes
     step = warp * FEW.steps + register // (SIDES * GROUPS) * SIDES
-    col = k + step * (4 * E) + lane % FEW.lanes * E
+    col = k + step * (4 * EACH) + lane % FEW.lanes * EACH
     start = (tl.minimum(rows, N - 1).to(tl.int64) + first) * K
-    left = None if k + FEW.warps * FEW.steps * 4 * E <= K else K - col
-    return LOAD(w, start, col, left, E, E, GROUP)
+    left = None if k + FEW.warps * FEW.steps * 4 * EACH <= K else K - col
+    return LOAD(w, start, col, left, EACH, EACH, GROUP)
 
 
 @jit
 def _weights_operand(tile, FEW: tl.constexpr):
     """A tile of W as [warps, rows, columns of a warp]."""
-    E: tl.constexpr = tile.shape[1]
+    EACH: tl.constexpr = tile.shape[1]
     SIDES: tl.constexpr = FEW.lanes // 4
     tile = tile.reshape(
-        FEW.steps // SIDES, FEW.rows // 8, SIDES, FEW.warps, 8 // SIDES, SIDES, 4, E // 8, 2, 2, 2
+        FEW.steps // SIDES, FEW.rows // 8, SIDES, FEW.warps, 8 // SIDES, SIDES, 4, EACH // 8, 2, 2, 2
     )  # fmt: skip
-    if E == 8:
+    if EACH == 8:
         tile = tile.permute(3, 1, 2, 4, 0, 5, 7, 8, 9, 6, 10)
     else:
         # Below 16 bits a weight, Triton's layout puts the lower halves of two instructions side by
         # side
         tile = tile.permute(3, 1, 2, 4, 0, 5, 7, 9, 6, 8, 10)
-    return tile.reshape(FEW.warps, FEW.rows, FEW.steps * 4 * E)
+    return tile.reshape(FEW.warps, FEW.rows, FEW.steps * 4 * EACH)
 
 
 @jit
 def _tokens_operand(
-    x, k: tl.constexpr, T, slots, K: tl.constexpr, TOKENS: tl.constexpr, E: tl.constexpr,
+    x, k: tl.constexpr, T, slots, K: tl.constexpr, TOKENS: tl.constexpr, EACH: tl.constexpr,
     FEW: tl.constexpr, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """The columns of x that belong to such a tile, as [warps, columns of a warp, tokens], loaded
     with eight neighbours a thread. Where there are fewer tokens than TOKENS, the last one is
     repeated. With experts, `slots` points to the T slots whose rows of x these are."""
-    PARTS: tl.constexpr = E // 8
+    PARTS: tl.constexpr = EACH // 8
     i = tl.arange(0, TOKENS // 8 * FEW.steps * PARTS * FEW.warps * 32)[:, None]
     e = tl.arange(0, 8)[None, :]
     lane, warp, register = i % 32, i // 32 % FEW.warps, i // (32 * FEW.warps)
     t = register // (FEW.steps * PARTS) * 8 + lane // 4
     step = warp * FEW.steps + register // PARTS % FEW.steps
-    places = k + step * (4 * E) + lane % 4 * E + register % PARTS * 8 + e
-    cols = columns_of(places, K, COLUMNS)
+    stored = k + step * (4 * EACH) + lane % 4 * EACH + register % PARTS * 8 + e
+    cols = columns_of(stored, K, COLUMNS)
     t = tl.minimum(t, T - 1)
     if EXPERTS is not None:
         t = tl.load(slots + t) // EXPERTS.shared
     pointers = x + t * K + cols
-    if k + FEW.warps * FEW.steps * 4 * E <= K:
+    if k + FEW.warps * FEW.steps * 4 * EACH <= K:
         tile = tl.load(pointers, eviction_policy="evict_last")
     else:
-        tile = tl.load(pointers, mask=places < K, other=0.0, eviction_policy="evict_last")
-    tile = tile.reshape(TOKENS // 8, FEW.steps, E // 8, FEW.warps, 8, 4, 2, 2, 2)
-    if E == 8:
+        tile = tl.load(pointers, mask=stored < K, other=0.0, eviction_policy="evict_last")
+    tile = tile.reshape(TOKENS // 8, FEW.steps, EACH // 8, FEW.warps, 8, 4, 2, 2, 2)
+    if EACH == 8:
         tile = tile.permute(3, 1, 2, 6, 7, 5, 8, 0, 4)
     else:
         tile = tile.permute(3, 1, 2, 7, 5, 6, 8, 0, 4)
-    return tile.reshape(FEW.warps, FEW.steps * 4 * E, TOKENS)
+    return tile.reshape(FEW.warps, FEW.steps * 4 * EACH, TOKENS)
 
 
 @jit
 def _few_kernel(
     x, w, bias, T, args, order, counts, N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr,
-    E: tl.constexpr, FEW: tl.constexpr, EXPERTS: tl.constexpr,
+    EACH: tl.constexpr, FEW: tl.constexpr, EXPERTS: tl.constexpr,
     LOAD: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr, SCALES: tl.constexpr, COLUMNS: tl.constexpr,
     GAIN: tl.constexpr,
     PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
@@ -802,12 +804,12 @@ def _few_kernel(
         first = expert.to(tl.int64) * N
         slots += begin
     ready = PREPARE(args, row, T, N, FEW.rows, TOKENS, SIZES)
-    BLOCK: tl.constexpr = FEW.warps * FEW.steps * 4 * E
-    # Before the wait: the first tiles of W, and the scales
+    BLOCK: tl.constexpr = FEW.warps * FEW.steps * 4 * EACH
+    # Without experts before the wait: the first tiles of W, the scales and the bias
     w_tiles = ()
     for k in tl.static_range(0, FEW.ahead * BLOCK, BLOCK):
         if k < K:
-            w_tiles = w_tiles + (_load_few_weights(w, first, row, k, N, K, E, FEW, LOAD, GROUP),)
+            w_tiles = w_tiles + (_load_few_weights(w, first, row, k, N, K, EACH, FEW, LOAD, GROUP),)
     if GAIN is not None:
         rows = row + tl.arange(0, FEW.rows)[:, None]
         scales = row_scale(w, first + rows, rows < N, GAIN)
@@ -822,9 +824,11 @@ def _few_kernel(
         w_tiles = w_tiles[1:]
         if k + FEW.ahead * BLOCK < K:
             w_tiles = w_tiles + (
-                _load_few_weights(w, first, row, k + FEW.ahead * BLOCK, N, K, E, FEW, LOAD, GROUP),
+                _load_few_weights(
+                    w, first, row, k + FEW.ahead * BLOCK, N, K, EACH, FEW, LOAD, GROUP
+                ),
             )
-        b = _tokens_operand(x, k, T, slots, K, TOKENS, E, FEW, COLUMNS, EXPERTS)
+        b = _tokens_operand(x, k, T, slots, K, TOKENS, EACH, FEW, COLUMNS, EXPERTS)
         a = _weights_operand(VALUES(w_tile, SCALES).to(b.dtype), FEW)
         if EMULATED:  # the interpreter's own bf16 products are wrong
             acc += tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
@@ -871,10 +875,10 @@ class Stack(NamedTuple):
 
     ids: Tensor  # int32 [k]
     rows: int  # of each matrix
-    # How many parts x has, [SLOTS, K], one for each matrix; their products are added up. With 1, x
-    # [1, K] is multiplied by each of k matrices. The epilogue then finds the matrix's slot in
+    # How many parts x has, [summed, K], one for each matrix; their products are added up. With 1,
+    # x [1, K] is multiplied by each of k matrices. The epilogue then finds the matrix's slot in
     # program_id(1)
-    slots: int
+    summed: int
 
 
 def launch_product(
@@ -890,8 +894,7 @@ def launch_product(
     plan = _few_plan(op, x, w, w.rows, T)
     if plan is None:
         return False
-    normed = x if norm is None else rmsnorm(x, norm, eps)
-    args = (normed, w.tensors, w.bias, T, epilogue.args, None, None)
+    args = (_normed(x, norm, eps), w.tensors, w.bias, T, epilogue.args, None, None)
     _launch_plan(
         plan, (plan.programs,), args, w, w.rows, epilogue, EXPERTS=None, ADDED=epilogue.added
     )
@@ -908,12 +911,12 @@ def launch_single(
     stack: Stack | None = None,
 ) -> None:
     """launch_product of one token; with a stack, of some of its matrices."""
-    ids, rows, slots = stack or (None, w.rows, 1)
-    products = 1 if stack is None or slots > 1 else len(ids)
-    plan = _vector_or_stream_plan(op, x, w, rows, slots, products)
+    ids, rows, summed = stack or (None, w.rows, 1)
+    products = 1 if stack is None or summed > 1 else len(ids)
+    plan = _vector_or_stream_plan(op, x, w, rows, summed, products)
     grid = (plan.programs,) if products == 1 else (plan.programs, products)
     args = (x, norm, w.tensors, w.bias, eps, epilogue.args, ids)
-    _launch_plan(plan, grid, args, w, rows, epilogue, SLOTS=slots, ADDED=epilogue.added)
+    _launch_plan(plan, grid, args, w, rows, epilogue, SUMMED=summed, ADDED=epilogue.added)
 
 
 def _launch_experts(
@@ -923,52 +926,72 @@ def _launch_experts(
     """Several tokens: rmsnorm(x) W^T, or x W^T without a norm, of all slots with their experts'
     matrices in w, handed to an epilogue that fills `out`. x has a row for each token or each
     slot."""
+    T, k = routes.ids.shape
+    E = len(routes.counts)
+    among = Among(E, triton.next_power_of_2(E), T * k // len(x))
+    args = (out, routes.weights, routes.order, routes.counts)
+    epilogue = Epilogue(prepare, store, args, among)
+    plan = _few_plan(op, x, w, w.rows // E, T)
+    if plan is None:
+        _launch_grouped(x, norm, w, eps, accumulate, routes, epilogue)
+        return
+    args = (
+        _normed(x, norm, eps),
+        w.tensors,
+        None,
+        T * k,
+        epilogue.args,
+        routes.order,
+        routes.counts,
+    )
+    grid = (plan.programs, min(T * k, E))
+    _launch_plan(plan, grid, args, w, w.rows // E, epilogue, EXPERTS=among, ADDED=None)
+
+
+def _launch_grouped(
+    x: Tensor, norm: Tensor | None, w: Matrix, eps: float, accumulate: str, routes: Routes,
+    epilogue: Epilogue,
+) -> None:  # fmt: skip
+    """_launch_experts of a prompt."""
     slots = routes.ids.numel()
     E = len(routes.counts)
     rows = w.rows // E
-    among = Among(E, triton.next_power_of_2(E), slots // len(x))
-    args = (out, routes.weights, routes.order, routes.counts)
-    epilogue = Epilogue(prepare, store, args, among)
-    chosen = (routes.order, routes.counts)
-    plan = _few_plan(op, x, w, rows, len(routes.ids))
-    if plan is not None:
-        if norm is not None:
-            x = rmsnorm(x, norm, eps)
-        args = (x, w.tensors, None, slots, epilogue.args, *chosen)
-        grid = (plan.programs, min(slots, E))
-        _launch_plan(plan, grid, args, w, rows, epilogue, EXPERTS=among, ADDED=None)
-        return
     tensors = w.tensors
-    x_scales = None
+    normed_scales = None
     if _experts_on_tensor_cores(w, accumulate, slots // E):
         w = as_e4m3(w)
-        codes, x_scales = encode_rows(x, norm, eps)
-        x = codes.view(E4M3.dtype)
-        tensors = (w.data.view(E4M3.dtype), *w.tensors[1:])
-    elif norm is not None:
-        x = rmsnorm(x, norm, eps)
+        codes, normed_scales = encode_rows(x, norm, eps)
+        normed = codes.view(E4M3.dtype)
+        tensors = (w.data.view(E4M3.dtype), w.tensors[1])
+    else:
+        normed = _normed(x, norm, eps)
     sizes = grouped_sizes(x.device, w.bits, slots // E)
-    blocks = min(slots, triton.cdiv(slots, sizes.slots) + E - 1)
     constants = dict(
-        TOKENS=sizes.slots,
+        TOKENS=sizes.block,
         ROWS=sizes.rows,
-        BLOCK=sizes.columns * 2 // x.element_size(),
+        BLOCK=sizes.columns * 2 // normed.element_size(),
         STAGES=sizes.stages,
         **format_of(w).decoding(),
     )
     plan = Plan(experts.grouped_kernel, triton.cdiv(rows, sizes.rows), sizes.warps, constants)
-    args = (x, x_scales, tensors, slots, epilogue.args, *chosen)
-    _launch_plan(plan, (plan.programs, blocks), args, w, rows, epilogue, EXPERTS=among)
+    args = (normed, normed_scales, tensors, slots, epilogue.args, routes.order, routes.counts)
+    grid = (plan.programs, min(slots, triton.cdiv(slots, sizes.block) + E - 1))
+    _launch_plan(plan, grid, args, w, rows, epilogue, EXPERTS=epilogue.sizes)
 
 
 def _experts_on_tensor_cores(w: Matrix, accumulate: str, each: int) -> bool:
-    """Whether 8-bit tensor cores multiply a prompt, as in on_tensor_cores. each: how many slots an
+    """Whether 8-bit tensor cores multiply a prompt by experts. Unlike the library's, these sums
+    are never moved to fp32 registers, so "fp32" leaves the tensor cores. each: how many slots an
     expert has on average."""
     if accumulate == "fp32" or E4M3.on(w.data.device) is not E4M3_NATIVE:
         return False
     if w.format is E4M3:
         return True
     return w.format is not None and w.format.bound > 0 and each >= RECODED_FROM
+
+
+def _normed(x: Tensor, norm: Tensor | None, eps: float) -> Tensor:
+    return x if norm is None else rmsnorm(x, norm, eps)
 
 
 def _launch_plan(
@@ -993,16 +1016,16 @@ def _launch_plan(
 
 
 def _vector_or_stream_plan(
-    op: str, x: Tensor, w: Matrix, rows: int, slots: int, products: int
+    op: str, x: Tensor, w: Matrix, rows: int, summed: int, products: int
 ) -> Plan:
-    """One token. rows: of W, or of each matrix in it. slots: see Stack. products: how many there
+    """One token. rows: of W, or of each matrix in it. summed: see Stack. products: how many there
     are, with different matrices."""
     format = format_of(w)
     aligned = x.element_size() == 2 and x.data_ptr() % 16 == 0
     in_half2 = aligned and w.columns % format.neighbours == 0
-    side_by_side = slots == 1 or w.columns % format.whole == 0  # COLUMNS says where columns are
+    side_by_side = summed == 1 or w.columns % format.whole == 0  # COLUMNS says where columns are
     if in_half2 and format.stream_load and side_by_side:
-        return _stream_plan(op, w, format, rows, slots, products)
+        return _stream_plan(op, w, format, rows, summed, products)
     return _vector_plan(op, w, format, in_half2, rows)
 
 
@@ -1022,8 +1045,8 @@ def _vector_plan(op: str, w: Matrix, format: Format, in_half2: bool, rows: int) 
     return Plan(_vector_kernel, triton.cdiv(rows, sizes.rows), warps, constants)
 
 
-def _stream_plan(op: str, w: Matrix, format: Format, rows: int, slots: int, products: int) -> Plan:
-    device, K = w.data.device, w.columns * slots
+def _stream_plan(op: str, w: Matrix, format: Format, rows: int, summed: int, products: int) -> Plan:
+    device, K = w.data.device, w.columns * summed
     sizes = stream_sizes(device, w.bits, op, K)
     block = stream_block(sizes.block, K)
     programs = processors(device) * sizes.programs
@@ -1065,7 +1088,7 @@ def _few_plan(op: str, x: Tensor, w: Matrix, rows: int, T: int) -> Plan | None:
     each = triton.next_power_of_2(16 * 8 // w.bits)  # weights that a thread loads at once
     warps = min(sizes.warps, max(1, triton.next_power_of_2(K) // (4 * each * sizes.steps)))
     few = sizes._replace(warps=warps)
-    constants = dict(TOKENS=tokens, E=each, FEW=few, **format_of(w).decoding())
+    constants = dict(TOKENS=tokens, EACH=each, FEW=few, **format_of(w).decoding())
     return Plan(_few_kernel, triton.cdiv(rows, sizes.rows), warps, constants)
 
 
@@ -1202,7 +1225,7 @@ def library_product(
         codes, scales = encode_rows(x, norm, eps)
         y = tensor_core_linear(codes, scales, w, x.dtype, accumulate, residual)
         return y if w.bias is None else y.add_(w.bias)
-    x = x if norm is None else rmsnorm(x, norm, eps)
+    x = _normed(x, norm, eps)
     dense = dense_for(w, x)
     if accumulate != "fp16":
         return _dense_product(x, dense, w.bias, residual)
@@ -1650,7 +1673,7 @@ def _store_slot(
     args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
 ):
     """Store silu(a) * b of neighbouring rows a and b, times the slot's weight, in args[0] [k, F].
-    N is where this program's rows end."""
+    From row N on, nothing is stored."""
     offs_f, slot, weight = ready
     a, b = even_and_odd(y, ROWS, TOKENS)
     h = (silu_mul(a, b) * weight).to(args[0].dtype.element_ty)
@@ -1741,7 +1764,8 @@ def ops(backend: str, accumulate: str = "auto") -> SimpleNamespace:
 
     accumulate: how the Triton backend sums a prompt's products. "auto" lets 8-bit products
     accumulate fast (tensor_core_linear) and rounds INT4 to E4M3 for them, "fp32" does neither,
-    "fp16" sums in half precision, in attention as well. The reference ops sum in fp32."""
+    "fp16" sums in half precision, in attention as well. Experts, and the reference ops, sum in
+    fp32."""
     column = {"torch": 0, "triton": 1}[backend]
     table = {name: op[column] for name, op in OPS.items()}
     if backend == "triton":

@@ -3,8 +3,8 @@ of each card.
 
 Programmatic dependent launch. A decode step of 7B is about 160 kernels in one CUDA graph, each a
 few to 60 microseconds long, and by default a kernel starts only when the one before it has ended.
-From sm_90 on it may start earlier: every kernel here calls `gdc_launch_dependents` first, so that
-the next one is launched as soon as SMs become free, and later `gdc_wait`, which returns when the
+From sm_90 on it may start earlier: a kernel here calls `gdc_launch_dependents` first, so that the
+next one is launched as soon as SMs become free, and later `gdc_wait`, which returns when the
 kernel before has ended and its writes are visible. Between the two a kernel may do whatever depends
 on no other kernel: compute offsets, load its first tile of weights. The rules that keep this
 correct:
@@ -14,17 +14,18 @@ correct:
 - before the wait a kernel reads only what no kernel launched this way writes in the same step
   (weights, tables, sampling settings, `pos`, the keys and values of earlier steps), and it writes
   nothing; extra/parallel.py explains its exceptions;
-- one more exception: a kernel that lets the next one start only after its own wait has all earlier
-  kernels' writes visible to it, even before its wait. So the product of experts' w2 finds its rows
-  before it waits (kernels._first_rows): the router wrote the ids, and the product of w1 and w3,
-  which must stand between the two, waits first. They are read past the L1 cache, which may hold
-  older ones;
+- one more exception: after a kernel that lets the next one start only after its own wait, all
+  writes of still earlier kernels are visible to the next one even before it waits. So the product
+  of experts' w2 finds its rows before it waits (kernels._first_rows): the router wrote the ids, and
+  the product of w1 and w3, which must stand between the two, waits first. They are read past the L1
+  cache, which may hold older ones;
 - `pos` is moved by torch's own operations (State.advance and State.seek), which are launched
   without the attribute. Each starts when all earlier kernels have ended, including those that read
   the old value, and later kernels start when it has ended. test_no_step_sees_an_old_position runs
   thousands of each;
-- there is one wait, outside of any loop: Triton 3.7.1 may move loads above a wait inside one
-  (triton issue 11905). kernels._stream_kernel is a deliberate exception: its loads of W are meant
+- a kernel waits once, or a second time where the first was for the rows of W that it has to load.
+  No wait is in a loop: Triton 3.7.1 may move loads above a wait inside one (triton issue 11905).
+  kernels._stream_kernel is a deliberate exception: its loads of W are meant
   to move above the wait, and whatever has to come after it stands in the same branch.
 """
 
@@ -268,10 +269,11 @@ class FewSizes(NamedTuple):
 
 
 class GroupedSizes(NamedTuple):
-    """How extra/experts.py divides the product of several tokens with their experts: tiles of
-    `slots` slots by `rows` rows of W, `columns` columns at a time, half as many in fp32."""
+    """How the product of a prompt with its experts is divided: tiles of `block` slots by `rows`
+    rows of W, `columns` columns at a time in 16 bits, half as many in 32 and twice as many in
+    8."""
 
-    slots: int
+    block: int
     rows: int
     columns: int
     warps: int
@@ -301,8 +303,8 @@ def tables() -> dict[str, Any]:
     vector    bits per weight, op ("default" for any other), columns of W: VectorSizes
     stream    the same: StreamSizes
     few       bits per weight, tokens (padded to 8 or 16), op, exact columns of W (0 for any other):
-              FewSizes. null stands for the library, where that was faster, and for 16-bit weights
-              on cards that were not measured
+              FewSizes. null stands for the library, or for the kernel of prompts with experts:
+              where that was faster, and for 16-bit weights on cards that were not measured
     grouped   bits per weight, slots for each expert, on average: GroupedSizes
     split     query rows per key/value head: SplitSizes
     few_rows  exact capability: SplitSizes of extra/hopper.py's kernel for a few rows, whose tiles
@@ -349,7 +351,7 @@ def _single_sizes(kind: str, device: torch.device, bits: int, op: str, columns: 
 def few_sizes(
     device: torch.device, bits: int, op: str, columns: int, tokens: int
 ) -> FewSizes | None:
-    """Returns None if the library is to compute such products."""
+    """Returns None if such products are computed as those of a prompt."""
     ops = nearest(nearest(tables()["few"], capability(device)), bits)[tokens]
     sizes = ops.get(op, ops["default"])
     found = sizes.get(columns, sizes[0])

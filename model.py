@@ -222,7 +222,7 @@ class Llama:
         if self.backend == "triton":
             for layer in w.layers:
                 kernels.fit_norm(layer.attention_norm, layer.wqkv)
-                layer.router_gain = kernels.fit_norm(layer.ffn_norm, layer.w13)
+                layer.router_gain *= kernels.fit_norm(layer.ffn_norm, layer.w13)
             kernels.fit_norm(w.norm, w.output)
 
     def check(self, prompt: list[int]) -> None:
@@ -455,8 +455,7 @@ class State:
         self.size = size or model.ctx_size
         self.pos = 0  # positions in use
         self.device_pos = torch.zeros(1, dtype=torch.int32, device=device)  # the same
-        # seconds that decoding took by the clock of a GPU that works while the host does else
-        self.busy = 0.0
+        self.busy = 0.0  # seconds that a GPU has spent decoding
 
         # The tokens; those that were sampled are there once more for the host
         self.tokens = torch.zeros(self.size, dtype=torch.int32, device=device)

@@ -268,7 +268,7 @@ def _sample_best_kernel(
 def _find_floors(logits: Tensor, numbers: Tensor, on: Switches, floors: Tensor) -> None:
     """Write the lowest logit that top-k and top-p keep in each row to `floors` [rows]. Runs inside
     a captured graph: the numbers are read on the device, and nothing is awaited."""
-    _, top_k, top_p, *_ = numbers.split(1)  # in the order of Sampling.numbers
+    _, top_k, top_p, *_ = numbers.split(1)  # in the order of numbers()
     ranked = logits.sort(descending=True).values
     if on.top_k:
         floor = ranked.index_select(1, top_k.long() - 1)

@@ -71,6 +71,8 @@ def tune(args: argparse.Namespace) -> None:
     model = bench.open_model(args, args.dtype[0], 256, args.format[0])
     if not model.uses_graphs:
         raise ValueError("tuning times the Triton kernels on a GPU")
+    if model.config.n_experts:
+        raise ValueError("the launch sizes of experts are not tuned: choose a dense model")
     state = State(model)
     layer = model.weights.layers[0]
     products = [

@@ -140,7 +140,8 @@ def experts_of(f: Fields, norm_topk: bool | None) -> dict[str, int | bool]:
     f.refuse_unless("routed_scaling_factor", None, 1, 1.0)
     # transformers writes either for Qwen3
     name = "num_experts" if f.get("num_local_experts") is None else "num_local_experts"
-    count = f.number(name, 1, MOST_EXPERTS // f.number("num_hidden_layers", 1, 1024))
+    most = MOST_EXPERTS // f.number("num_hidden_layers", 1, 1024)
+    count = f.number(name, 1, min(most, 1024))  # the router compares each of them with each other
     if norm_topk is None:
         f.refuse_unless("norm_topk_prob", False, True, None)
         norm_topk = bool(f.get("norm_topk_prob"))

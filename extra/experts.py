@@ -38,7 +38,7 @@ from launch import (
 )
 
 ROUTER_ROWS = 4  # of a program
-FEW = 16  # tokens, up to which the products' kernels are those of dense layers
+MAX_FEW = 16  # tokens
 
 
 class Routes(NamedTuple):
@@ -214,7 +214,7 @@ def route(x: Tensor, layer: LayerView, state: StateView) -> Routes | None:
     routes = Routes(numbers(T, k), x.new_empty(T, k, dtype=torch.float32))
     if T > 1:
         routes = routes._replace(order=numbers(T * k), counts=numbers(E))
-    if T > FEW:
+    if T > MAX_FEW:
         _route_prompt(x, layer, state, routes)
     else:
         _route_few(x, layer, state, routes)
@@ -224,8 +224,8 @@ def route(x: Tensor, layer: LayerView, state: StateView) -> Routes | None:
 def _route_few(x: Tensor, layer: LayerView, state: StateView, routes: Routes) -> None:
     T, C = x.shape
     E, k = layer.router.rows, state.experts_per_token
-    logits = state.scratch.zeros("router logits", FEW, E)
-    arrived = state.scratch.zeros("router arrived", FEW + 1, dtype=torch.int32)
+    logits = state.scratch.zeros("router logits", MAX_FEW, E)
+    arrived = state.scratch.zeros("router arrived", MAX_FEW + 1, dtype=torch.int32)
     args = (x, layer.ffn_norm, layer.router.data, state.norm_eps, layer.router_gain)
     block = triton.next_power_of_2(C)
     launch(
@@ -286,8 +286,9 @@ def linear_ref(
 #      expert has. So the grid depends on numbers of tokens only, and can be captured: the programs
 #      beyond the last block end at once.
 #
-#      Up to 16 tokens, kernels._few_kernel multiplies them. More go through the kernel below, which
-#      decodes tiles of W, in any format, or hands E4M3 codes to the tensor cores as they are.
+#      Up to 16 tokens, kernels._few_kernel multiplies them where launch.json has sizes for it. All
+#      others go through the kernel below, which decodes tiles of W, in any format, or hands E4M3
+#      codes to the tensor cores as they are.
 
 
 class Among(NamedTuple):
@@ -299,19 +300,19 @@ class Among(NamedTuple):
 
 
 @jit
-def block_of(counts, block, SLOTS: tl.constexpr, EXPERTS: tl.constexpr):
-    """Among blocks of at most SLOTS slots that chose the same expert, the one with this index: its
-    expert, where its slots begin among the sorted ones, and how many they are; none or less beyond
-    the last block."""
+def block_of(counts, block, SIZE: tl.constexpr, EXPERTS: tl.constexpr):
+    """Among blocks of at most SIZE slots that chose the same expert, the one with this index: its
+    expert, where its slots begin among the sorted ones, and how many they are; 0 or less beyond the
+    last block."""
     offs_e = tl.arange(0, EXPERTS.block)
     count = tl.load(counts + offs_e, mask=offs_e < EXPERTS.count, other=0)
-    blocks = (count + SLOTS - 1) // SLOTS
+    blocks = (count + SIZE - 1) // SIZE
     expert = tl.sum((tl.cumsum(blocks, 0) <= block).to(tl.int32), 0)
     before = offs_e < expert
-    first = (block - tl.sum(tl.where(before, blocks, 0), 0)) * SLOTS
+    first = (block - tl.sum(tl.where(before, blocks, 0), 0)) * SIZE
     begin = tl.sum(tl.where(before, count, 0), 0) + first
-    size = tl.sum(tl.where(offs_e == expert, count, 0), 0) - first
-    return expert, begin, tl.minimum(size, SLOTS)
+    left = tl.sum(tl.where(offs_e == expert, count, 0), 0) - first
+    return expert, begin, tl.minimum(left, SIZE)
 
 
 @jit

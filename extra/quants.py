@@ -1,6 +1,6 @@
 """Step 7 of loading (see checkpoint.py): the formats that keep matrices exactly as other programs
-have quantised them. They are written from formats.Quantised, as which extra/schemes.py reads
-files."""
+have quantised them. extra/schemes.py reads files into formats.Quantised, which these formats
+store."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
