@@ -25,8 +25,8 @@ correct:
   thousands of each;
 - a kernel waits once, or a second time where the first was for the rows of W that it has to load.
   No wait is in a loop: Triton 3.7.1 may move loads above a wait inside one (triton issue 11905).
-  kernels._stream_kernel is a deliberate exception: its loads of W are meant
-  to move above the wait, and whatever has to come after it stands in the same branch.
+  kernels._stream_kernel is a deliberate exception: its loads of W are meant to move above the wait,
+  and whatever has to come after it stands in the same branch.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
