@@ -2032,7 +2032,9 @@ def experts_errors(arguments: tuple, dtype: torch.dtype, accumulate: str) -> tup
     # a prompt's logits are products of 16 bits, so that experts which nearly tie may change places
     same = (routes.ids == chosen.ids).double().mean()
     assert same == 1 if T <= experts.MAX_FEW else same > 0.95
-    assert torch.allclose(routes.weights, chosen.weights, atol=1e-2 if T > experts.MAX_FEW else 1e-5)
+    assert torch.allclose(
+        routes.weights, chosen.weights, atol=1e-2 if T > experts.MAX_FEW else 1e-5
+    )
     h = fused.rmsnorm_swiglu(x, layer, state, routes)
     right = kernels.reference.rmsnorm_swiglu(exact, exact_layer, state, routes)
     residual = randn(T, x.shape[1], dtype=dtype, scale=0.1)
