@@ -3453,13 +3453,13 @@ SAYS_NOTHING = dict(
 )  # fmt: skip
 AT_ITS_END = dict(  # the least and the most that a field may be
     max_tokens=[-1, 0, (1 << 31) - 1], temperature=[0, 1e9], top_p=[0, 1], min_p=[0, 1],
-    top_k=[0, (1 << 31) - 1], repeat_penalty=[0.01, 100], repeat_last_n=[-1, 0, (1 << 31) - 1],
+    top_k=[-1, 0, (1 << 31) - 1], repeat_penalty=[0.01, 100], repeat_last_n=[-1, 0, (1 << 31) - 1],
     seed=[-1, 0, (1 << 63) - 1], stop=["", [], ["a"] * 32, "x" * 1000], ignore_eos=[True, False],
 )  # fmt: skip
 WRONG_FIELDS = dict(
     model=[5], max_tokens=["5", 1.5, True, -2, 1 << 31], max_completion_tokens=[[]],
     temperature=["hot", -1, True, {}, 1.1e9, 10**400], top_p=[1.01, -0.01, "x"],
-    top_k=[-1, 0.5, 1 << 31], min_p=[1.01, -0.01], repeat_penalty=[0.009, 100.1, "x"],
+    top_k=[-2, 0.5, 1 << 31], min_p=[1.01, -0.01], repeat_penalty=[0.009, 100.1, "x"],
     repeat_last_n=[-2, 1 << 31], seed=["x", -2, 1 << 63, 0.5],
     stop=[5, [5], {}, ["a"] * 33, "x" * 1001], stream=[1, "yes"], stream_options=[5],
     n=[2, True, "1"], best_of=[2], presence_penalty=[1],
