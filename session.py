@@ -270,7 +270,7 @@ class Session:
         sampling: Sampling | None = None,
         ignore_eos: bool = False,
         eos: Collection[int] | None = None,
-        at_start: bool | None = None,
+        strip_space: bool | None = None,
         logprobs: int | None = None,
         echo: bool = False,
         progress: Callable[[int, int], None] | None = None,
@@ -282,11 +282,11 @@ class Session:
 
         sampling: by default the session's, in which settings, such as temp=0.5, replace
         single values. eos: the ids that end the text, by default the model's; with
-        ignore_eos they are never chosen. at_start: whether a text begins after the prompt,
-        so that a space that the tokenizer puts first is left out; by default if the prompt
-        is an empty text. progress: called with the number of tokens of the prompt that are
-        done, and the total. logprobs: note the log-probability of each token, and of so
-        many of the most probable ones at its place; tokens are then decoded one by one.
+        ignore_eos they are never chosen. strip_space: leave out a space at the beginning of
+        the text; by default if the prompt is empty and the tokenizer puts one first.
+        progress: called with the number of tokens of the prompt that are done, and the
+        total. logprobs: note the log-probability of each token, and of so many of the most
+        probable ones at its place; tokens are then decoded one by one.
         echo: the text begins with the prompt, which is the first piece; log-probabilities
         are then those of the prompt's tokens, too.
 
@@ -294,8 +294,8 @@ class Session:
         model.ContextFull for a prompt that is longer than the context. The iterator raises
         RuntimeError if the logits are not finite."""
         sampling = replace_settings(sampling or self.sampling, settings)
-        if at_start is None:
-            at_start = prompt == ""
+        if strip_space is None:
+            strip_space = prompt == "" and self.tokenizer.vocabulary.adds_space
         text = prompt
         if isinstance(prompt, str):
             prompt = self.encode(prompt)
@@ -328,7 +328,7 @@ class Session:
             progress=progress,
             decode=decode,
         )
-        stream = TextStream(self.tokenizer, at_start, stop)
+        stream = TextStream(self.tokenizer, strip_space, stop)
         self._generation = Generation(len(prompt), tokens, timings, n, eos, stream, scorer, echoed)
         self._generation.at_end(lambda: self._count(timings))
         return self._generation
@@ -361,7 +361,10 @@ class Session:
         prompt = messages if isinstance(messages, Prompt) else self.render(messages)
         ids, texts = self.turn_ends()
         options |= dict(eos=self.eos | ids, stop=[*stop, *texts])
-        options |= dict(at_start=not prompt.continues)
+        strip_space = prompt.leaves_space
+        if not prompt.continues:
+            strip_space = self.tokenizer.vocabulary.adds_space
+        options |= dict(strip_space=strip_space)
         generation = self.generate(prompt.ids, **options)
         generation.at_end(lambda: self._remember(prompt, generation))
         return generation
@@ -428,7 +431,7 @@ class Session:
         start = time.perf_counter()
         state = self.state
         state.truncate(0)
-        stream = TextStream(self.tokenizer, at_start=True)
+        stream = TextStream(self.tokenizer, self.tokenizer.vocabulary.adds_space)
         at_once = max(1, SCORED_AT_ONCE // self.model.config.vocab_size)
         scores = [Logprob(prompt[0], None, [], 0)]
         end = len(stream.push(prompt[0]))

@@ -2696,7 +2696,7 @@ def test_texts_in_any_order(tiny_session, tiny_model):
             whole = tokenizer.decode(chosen)
             # and one that only begins, and is held back for a while
             stops = [whole[slice(*stop)], whole[:1] + "\0"] if stop else []
-            options |= dict(stop=stops, logprobs=logprobs, at_start=False)
+            options |= dict(stop=stops, logprobs=logprobs, strip_space=False)
             generation = tiny_session.generate(prompt, **options, **settings)
             assert all(list(earlier) == [] for earlier, _, _ in done), "two texts at once"
             pieces = list(itertools.islice(generation, taken))
@@ -3437,6 +3437,9 @@ def test_serve_messages(server):
     begun = {"role": "assistant", "content": same["content"][:30]}
     rest = server.chat([*FOX, begun], max_tokens=4)["message"]["content"]
     assert (begun["content"] + rest).startswith(same["content"][:33])
+    begun["content"] = same["content"][: same["content"].index(" ", 10) + 1]
+    rest = server.chat([*FOX, begun], max_tokens=2)["message"]["content"]
+    assert same["content"].startswith(begun["content"] + rest), "no second space"
     brief = "Be brief."
     for role in "system", "developer":
         asked = server.chat([{"role": role, "content": brief}, *FOX])["usage"]["prompt_tokens"]
@@ -3797,7 +3800,7 @@ def test_stop_strings_with_control_tokens():
         (["</s><s>"], [*text, end, *text, end, tokenizer.bos], "One fox. Two One fox. Two", True),
         (["</s>."], [*text, end], "One fox. Two", False),
     ):  # fmt: skip
-        stream = TextStream(tokenizer, at_start=True, stops=stops)
+        stream = TextStream(tokenizer, strip_space=True, stops=stops)
         seen = "".join(stream.push(id) for id in ids) + stream.finish()
         assert (seen, stream.stopped) == (expected, stopped), stops
 
@@ -4833,8 +4836,8 @@ def test_memory_of_a_container(monkeypatch, tmp_path, version):
 # ---- tokenizer.py
 
 
-def streamed(tokenizer: Tokenizer, ids: list[int], **options) -> list[str]:
-    stream = TextStream(tokenizer, **options)
+def streamed(tokenizer: Tokenizer, ids: list[int], strip_space=False) -> list[str]:
+    stream = TextStream(tokenizer, strip_space)
     return [stream.push(i) for i in ids] + [stream.finish()]
 
 
@@ -4860,7 +4863,7 @@ def test_tokenizer_round_trip(tiny, text, before):
     assert tokenizer.decode(ids) == text == tokenizer.vocabulary.sp.decode(ids)
     assert tokenizer.bos not in ids and tokenizer.eos not in ids
     assert tokenizer.encode(text) == [tokenizer.bos, *ids]
-    pieces = streamed(tokenizer, ids, at_start=True)
+    pieces = streamed(tokenizer, ids, tokenizer.vocabulary.adds_space)
     assert "".join(pieces) == text, "the stream loses or adds characters"
     if "\ufffd" not in text:
         assert not any("\ufffd" in piece for piece in pieces), "a character was cut in two"
@@ -4891,6 +4894,18 @@ def test_stop_strings_across_tokens(tiny, text, cuts, stops):
         assert stream.stopped or stream.held_back <= longest, "more is held back than may be one"
     assert shown + stream.finish() == expected, "characters are lost, or a stop string is shown"
     assert stream.stopped == bool(ends)
+
+
+def test_continued_answers_keep_their_white_space():
+    """But for a last space, which the next token brings."""
+    tokenizer = Tokenizer(TALES)
+    for said, kept, leaves_space in (
+        ("A fox.", "A fox.", False), ("A fox ", "A fox", True), ("\nA fox\n", "A fox\n", False),
+        ("A fox\n  ", "A fox\n ", True),
+    ):  # fmt: skip
+        messages = [*FOX, {"role": "assistant", "content": said}]
+        prompt = tokenizer.chat_prompt(messages, continues=True)
+        assert prompt.text.endswith(f"[/INST] {kept}") and prompt.leaves_space == leaves_space
 
 
 def test_continuation_takes_what_does_not_merge():
@@ -5273,7 +5288,7 @@ def test_tokenizer_json_equals_transformers(tmp_path, family):
         text = random_text(30)
         assert ours.encode(text) == theirs(text)["input_ids"], (text,)
         ids = ours.encode(text, bos=False)
-        pieces = streamed(ours, ids, at_start=True)
+        pieces = streamed(ours, ids, ours.vocabulary.adds_space)
         assert "".join(pieces) == ours.decode(ids) == theirs.decode(ids), (text,)
         assert not any("\ufffd" in piece for piece in pieces), (text,)
         split = random.randrange(1, len(text) + 2)

@@ -537,6 +537,8 @@ class Prompt:
     ids: list[int]
     answer: str = ""
     continues: bool = False  # it ends within an answer, which is to be continued
+    # the answer's last space is left out, since it belongs to the token that comes next
+    leaves_space: bool = False
     # where the earlier answers whose ids it kept end: characters of the text, and ids
     ends: tuple[tuple[int, int], ...] = ()
 
@@ -643,15 +645,20 @@ class Tokenizer:
         and what was evaluated can stay in the cache. continues: the last message is an answer,
         which is to be continued."""
         text, control = self._render(messages, add_generation_prompt and not continues)
+        leaves_space = False
         if continues:
-            answer = messages[-1]["content"].strip()
+            said = messages[-1]["content"]
+            answer = said.strip()
             end = text.rfind(answer) + len(answer)
             if not answer or end < len(answer):
                 raise ValueError(
                     "the chat template changes the last answer: it cannot be continued"
                 )
-            text = text[:end]
             control = [span for span in control if span[1] <= end]
+            # Templates may leave out white space at the end, which the model has to know of
+            _, _, space = said.rpartition(answer)
+            leaves_space = space.endswith(" ")
+            text = text[:end] + space.removesuffix(" ")
         ends = self._common_ends(past, text)
         start, known = ends[-1] if ends else (0, 0)
         control = [(begin - start, end - start) for begin, end in control if begin >= start]
@@ -660,7 +667,7 @@ class Tokenizer:
             ids = past.ids[:known] + ids
         if not ids:
             raise ValueError("the chat template writes nothing for this conversation")
-        return Prompt(text, ids, continues=continues, ends=ends)
+        return Prompt(text, ids, continues=continues, leaves_space=leaves_space, ends=ends)
 
     @staticmethod
     def _common_ends(past: Prompt | None, text: str) -> tuple[tuple[int, int], ...]:
@@ -765,16 +772,15 @@ class TextStream:
     of a stop string until that is decided. The pieces returned, joined, equal all tokens decoded
     together, up to the first stop string, which may contain control tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, at_start: bool = False, stops: Sequence[str] = ()):
-        """at_start: the text begins here, so that the leading space of the first token is not part
-        of it."""
+    def __init__(self, tokenizer: Tokenizer, strip_space: bool = False, stops: Sequence[str] = ()):
+        """strip_space: a space at the beginning is not part of the text."""
         self.tokenizer = tokenizer
         # by id, what stands for a control token of a stop string while text is compared: a lone
         # surrogate, which no text contains
         self._signs: dict[int, str] = {}
         whole = [stop for stop in stops if stop]
         self.stops = [*whole, *(self._with_signs(stop) for stop in whole)]
-        self.strip_space = at_start and tokenizer.vocabulary.adds_space
+        self.strip_space = strip_space
         self.stopped = False  # a stop string was found
         self._utf8 = codecs.getincrementaldecoder("utf-8")(tokenizer.vocabulary.utf8_errors)
         self._pending = ""

@@ -257,7 +257,9 @@ MUTANTS = [
     Mutant(
         "extra/schemes.py", "elif not version_2:", "elif version_2:", "safetensors_equal and GPTQ"
     ),
-    Mutant("tokenizer.py", "self.strip_space = at_start and", "self.strip_space =", "round_trip"),
+    Mutant(
+        "session.py", "strip_space = prompt.leaves_space", "strip_space = False", "serve_messages"
+    ),
     Mutant(
         "tokenizer.py",
         '"legacy", not config',
