@@ -107,11 +107,11 @@ def add_model_flags(parser: Parser) -> None:
         default=[],
         metavar="MODEL",
         help=f"a checkpoint [models/tales], or random:SHAPE: {', '.join(SHAPES)}, tales, "
-        "SHAPE:LAYERS or a config.json; repeated, it adds rows, and so do --dtype, --format, -p, "
+        "SHAPE:LAYERS or a config.json; may be repeated, as may --dtype, --format, -p, "
         "-n and -d, which also take lists with commas",
     )
     size = within(int, 1, 1 << 24)
-    add("-c", "--ctx-size", type=size, metavar="N", help="context; with --perplexity [512]")
+    add("-c", "--ctx-size", type=size, metavar="N", help="context size; with --perplexity [512]")
     dtypes = several(one_of("auto", *DTYPE_NAMES))
     help = f"auto, {', '.join(DTYPE_NAMES)}"
     add("--dtype", type=dtypes, action="extend", default=["auto"], metavar="TYPE", help=help)
@@ -807,8 +807,8 @@ def exit_code_of(run: Callable[[argparse.Namespace], None], args: argparse.Names
 
 
 LEGEND = """\
-percent_of_ceiling: of the speed at which the read ceiling would give a token, or the product
-rate a prompt"""
+percent_of_ceiling: the share of the speed at which memory can be read (tg) or matrices can be
+multiplied (pp)"""
 
 
 def run_speed(args: argparse.Namespace) -> None:

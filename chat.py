@@ -255,7 +255,7 @@ HELP = """/clear        forget the conversation and any file read
 /regen        answer the last message again
 /read FILE    put a text file before the next message
 /set NAME X   change a setting, such as temp 0.5; /set alone shows them
-/stats        show each answer's speed, or stop
+/stats        turn the speed of answers on or off
 /save FILE    write the conversation to a file
 /load FILE    go on from a conversation in a file
 /exit         leave; so do Ctrl-D and, at an empty line, Ctrl-C twice

@@ -472,6 +472,8 @@ class State:
 
         # How the next token is chosen
         self.logits = torch.zeros(c.vocab_size, device=device)  # of the last token evaluated
+        self.prompt: list[int] = []  # the latest one
+        self.prompt_logits = self.logits  # of its last token
         self.sampler = Sampler(device)
         self.never: tuple[int, ...] = ()  # ids that are not sampled
         self.bans = torch.zeros_like(self.logits)  # BANNED for these, 0 for others; added to logits
@@ -531,14 +533,24 @@ class State:
 
     def reuse(self, tokens: list[int]) -> int:
         """Truncate the state to the positions that agree with the beginning of these tokens, and
-        return how many there are. The last token is never among them, since its logits are
-        needed."""
-        seen = self.tokens[: min(self.pos, len(tokens) - 1)].tolist()
+        return how many there are. The last token is among them only if they are the latest prompt,
+        since its logits are needed."""
+        seen = self.tokens[: min(self.pos, len(tokens))].tolist()
         same = 0
         while same < len(seen) and seen[same] == tokens[same]:
             same += 1
+        if tokens == self.prompt:
+            self.logits.copy_(self.prompt_logits)
+        else:
+            same = min(same, len(tokens) - 1)
         self.truncate(same)
         return same
+
+    def remember(self, prompt: list[int]) -> None:
+        """Keep the logits behind a prompt. When it comes again, the text is then the same; evaluated
+        by itself, the last token would be rounded otherwise than among the others."""
+        self.prompt = prompt
+        self.prompt_logits = self.logits.clone()
 
 
 # ---- generation
@@ -596,6 +608,7 @@ def generate(
     asked = time.perf_counter()
     reused = state.reuse(prompt)
     model.prefill(prompt[reused:], state, progress)
+    state.remember(prompt)
     timings.prompt_tokens += len(prompt) - reused
     room = state.size - state.pos
     n = min(n, room) if n >= 0 else room

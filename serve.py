@@ -1,4 +1,4 @@
-"""A model over HTTP in the words of OpenAI's API, for editors, front ends and agents.
+"""Serve a model over HTTP with OpenAI's API, for editors, front ends and agents.
 
 The main thread generates one text at a time. Another talks with clients, by way of starlette and
 uvicorn; extra/openai.py knows the words."""
@@ -56,7 +56,7 @@ STREAM["X-Accel-Buffering"] = "no"  # in proxies
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = cli.Parser(__doc__, {"serve": "serve.py"})
+    parser = cli.Parser(__doc__.split("\n\n")[0], {"serve": "serve.py"})
     cli.add_template_flag(cli.add_model_flags(parser))
     cli.add_proposal_flags(parser.group("speculation"))
     add = parser.group("server")

@@ -2386,6 +2386,23 @@ def test_what_ends_a_text(cli, copy):
     assert text["ended_by"] == "eos" and text["new_tokens"] == ids.index(end) + 1
 
 
+def test_prompt_asked_again(tiny_model, monkeypatch):
+    """Its text is the same: its logits are kept, since the last token would be rounded otherwise if
+    it were evaluated by itself."""
+    state, prompt = State(tiny_model), [1, 5, 9, 7]
+    texts = [list(generate(tiny_model, prompt, state, n=n, eos=[])) for n in (6, 3)]
+    assert texts[1] == texts[0][:3]
+    evaluated = []
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny_model, "prefill", lambda tokens, *_: evaluated.extend(tokens))
+        list(generate(tiny_model, prompt, state, n=1, eos=[]))
+    assert not evaluated and state.pos == len(prompt)
+    other = [1, 5, 9, 8]
+    new = list(generate(tiny_model, other, n=3, eos=[]))
+    assert list(generate(tiny_model, other, state, n=3, eos=[])) == new
+    assert state.reuse([1, 5, 9]) == 2, "logits behind three tokens are not known"
+
+
 def test_progress_of_a_long_prompt(cli, tiny, monkeypatch):
     shown, original, ends = io.StringIO(), tqdm, []
     at_once = dict(delay=0, disable=False, mininterval=0, file=shown)
@@ -2522,7 +2539,7 @@ def test_wrong_usage_exits_2_in_one_line(monkeypatch, capfd, main, flags, said):
 
 
 @pytest.mark.parametrize("arguments, stdin, expected", [
-    (["-m", "nowhere"], b"", "no file or folder nowhere here; a hub model is written owner/name"),
+    (["-m", "nowhere"], b"", "no file or folder nowhere here; a hub model is written owner/name, or"),
     (["-m", "models/x.gguf"], b"", "no file or folder models/x.gguf here"),
     (["-f", "nofile"], b"", "nofile"),
     (["-f", ""], b"", "No such file"),
@@ -2989,7 +3006,7 @@ def test_notes_of_a_chat(cli, tiny, tmp_path):
     assert "15 characters, goes before your next message" in err
     assert "context holds" in long["error"]
     assert first["prompt"] == second["prompt"] == "good\nday,\ncrow!\n\nhello"
-    assert first["text"] == second["text"] and second["evaluated_tokens"] == 1
+    assert first["text"] == second["text"] and second["evaluated_tokens"] == 0
     lines = ["hello", "/clear", "/system x", "hello", *["tell me a tale"] * 12]
     noted = chat(cli, tiny, *lines, flags=["-c", 64])[2]
     dropped = "context of 64 tokens is full: dropped the oldest part of the conversation, [1-9] of "
@@ -3339,7 +3356,8 @@ def test_serve_writes_what_run_py_writes(server, cli):
 
 
 def test_serve_counts_and_reuses(server):
-    """After an answer all but its last token is in the cache; a prompt's last is never reused."""
+    """After an answer all but its last token is in the cache, and so is a prompt that was the one
+    before."""
     turns, cached = [*FOX], None
     for _ in range(3):
         answer = server.chat(turns)
@@ -3353,7 +3371,7 @@ def test_serve_counts_and_reuses(server):
     assert server.complete(max_tokens=0)["text"] == ""
     usage = server.complete()["usage"]
     assert (usage["prompt_tokens"], usage["total_tokens"]) == (len(ids), len(ids) + 12)
-    assert usage["prompt_tokens_details"] == {"cached_tokens": len(ids) - 1}
+    assert usage["prompt_tokens_details"] == {"cached_tokens": len(ids)}
     text = server.complete()["text"]
     assert server.complete(echo=True)["text"] == "Once upon a time" + text
     assert server.complete(ids, echo=True)["text"] == "Once upon a time" + text
@@ -7660,7 +7678,7 @@ def test_readme_from_python_runs_as_written(monkeypatch, capsys):
     assert session.sampling == Sampling(repeat_penalty=1.1, repeat_last_n=-1)
     answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
     first, second = answers
-    assert shown == f"{text}{first} length 50\n{second} length 50\n"
+    assert shown == f"{text}\n{first} length 50\n{second} length 50\n"
     assert [turn["role"] for turn in turns] == ["user", "assistant"] * 2
 
 

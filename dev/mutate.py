@@ -174,9 +174,9 @@ MUTANTS = [
     ),
     Mutant(
         "model.py",
-        "min(self.pos, len(tokens) - 1)",
-        "min(self.pos, len(tokens))",
-        "calls_on_one_state and CPU",
+        "same = min(same, len(tokens) - 1)",
+        "pass",
+        "asked_again",
     ),
     Mutant(
         "model.py",

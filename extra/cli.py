@@ -335,7 +335,7 @@ def add_model_flags(parser: Parser, writes: str = "") -> Callable:
         help="folder of a checkpoint, a GGUF file, or owner/name of one on the hub"
         " [models/tales, beside this program]")
     add("-c", "--ctx-size", type=within(int, 0, 1 << 24), metavar="N",
-        help="context in tokens; 0: as much as the model was trained for [that, at most 4096]")
+        help="context in tokens; 0: as much as the model was trained for [the same, at most 4096]")
     add("--dtype", choices=["auto", *DTYPE_NAMES], default="auto",
         help="auto: the checkpoint's; on a CPU bf16 or fp32")
     add("--fp8", nargs="?", const="e4m3", choices=FORMATS_8,
@@ -353,7 +353,7 @@ def add_model_flags(parser: Parser, writes: str = "") -> Callable:
     where("--backend", choices=["auto", "torch", "triton"], default="auto", only=writes,
         help="auto: triton on a GPU, torch on a CPU")
     where("--accumulate", choices=["auto", "fp32", "fp16"], default="auto", only=writes,
-        help="how a prompt's products are summed; auto: fast for 8 bits; fp16: needs a GPU and"
+        help="how a prompt's products are summed; auto: faster and less exact for 8 bits; fp16: needs a GPU and"
         " --dtype fp16")
     # fmt: on
     return add
@@ -362,7 +362,7 @@ def add_model_flags(parser: Parser, writes: str = "") -> Callable:
 def add_proposal_flags(add: Callable) -> None:
     # fmt: off
     add("--lookup", type=within(int, 1, 15), metavar="N",
-        help="propose up to N tokens, those that followed the last ones earlier, and evaluate them"
+        help="propose up to N tokens that followed the last ones earlier in the text, and evaluate them"
         " in one pass")
     add("--draft", "-md", "--model-draft", metavar="MODEL",
         help="the same with proposals from a smaller model of the same vocabulary")

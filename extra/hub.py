@@ -77,7 +77,8 @@ def local_checkpoint(name: str) -> Path | None:
     if beside.is_dir():
         return beside
     if path.suffix == ".gguf" or not re.fullmatch(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?", name):
-        raise FileNotFoundError(f"no file or folder {name} here; a hub model is written owner/name")
+        on_hub = "a hub model is written owner/name, or owner/name:Q4_K_M"
+        raise FileNotFoundError(f"no file or folder {name} here; {on_hub}")
     if path.parent.is_dir() or beside.parent.is_dir():
         raise FileNotFoundError(f"no folder {name} here")
     return None
