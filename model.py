@@ -473,7 +473,7 @@ class State:
         # How the next token is chosen
         self.logits = torch.zeros(c.vocab_size, device=device)  # of the last token evaluated
         self.prompt: list[int] = []  # the latest one
-        self.prompt_logits = self.logits  # of its last token
+        self.prompt_logits = torch.zeros_like(self.logits)  # of its last token
         self.sampler = Sampler(device)
         self.never: tuple[int, ...] = ()  # ids that are not sampled
         self.bans = torch.zeros_like(self.logits)  # BANNED for these, 0 for others; added to logits
@@ -533,8 +533,8 @@ class State:
 
     def reuse(self, tokens: list[int]) -> int:
         """Truncate the state to the positions that agree with the beginning of these tokens, and
-        return how many there are. The last token is among them only if they are the latest prompt,
-        since its logits are needed."""
+        return how many there are. The last token's logits are needed, so it counts only if these
+        tokens are the latest prompt, whose logits are kept."""
         seen = self.tokens[: min(self.pos, len(tokens))].tolist()
         same = 0
         while same < len(seen) and seen[same] == tokens[same]:
@@ -547,10 +547,10 @@ class State:
         return same
 
     def remember(self, prompt: list[int]) -> None:
-        """Keep the logits behind a prompt. When it comes again, the text is then the same; evaluated
-        by itself, the last token would be rounded otherwise than among the others."""
-        self.prompt = prompt
-        self.prompt_logits = self.logits.clone()
+        """Keep a prompt and the logits of its last token, so that the same prompt gives the same
+        text when it comes again. Evaluated on its own, that token would be rounded differently."""
+        self.prompt = [*prompt]
+        self.prompt_logits.copy_(self.logits)
 
 
 # ---- generation

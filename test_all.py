@@ -2399,6 +2399,10 @@ def test_prompt_asked_again(tiny_model, monkeypatch):
         patch.setattr(tiny_model, "prefill", lambda tokens, *_: evaluated.extend(tokens))
         list(generate(tiny_model, prompt, state, n=1, eos=[]))
     assert not evaluated and state.pos == len(prompt)
+    list(generate(tiny_model, prompt, state, n=5, eos=[]))
+    prompt += texts[0][:2]  # a list that the caller goes on using
+    new = list(generate(tiny_model, prompt, n=3, eos=[]))
+    assert list(generate(tiny_model, prompt, state, n=3, eos=[])) == new
     other = [1, 5, 9, 8]
     new = list(generate(tiny_model, other, n=3, eos=[]))
     assert list(generate(tiny_model, other, state, n=3, eos=[])) == new
