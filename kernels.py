@@ -54,7 +54,7 @@ from attention import (
     without_onednn,
 )
 from extra import experts
-from extra.experts import Among, Routes, block_of, route, route_ref
+from extra.experts import MAX_FEW, Among, Routes, block_of, route, route_ref
 from extra.int4 import INT4
 from formats import (
     Format,
@@ -702,7 +702,6 @@ def _stream_kernel(
 #      where there is one, is a separate kernel that runs first: while it runs, the first tiles of W are
 #      already in flight, except where a router has to choose them.
 
-MAX_FEW = experts.MAX_FEW  # tokens
 # How many slots an expert must have on average, before its 4-bit matrices are recoded for the 8-bit
 # tensor cores: below, that takes longer than it saves
 RECODED_FROM = 16

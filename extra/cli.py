@@ -353,8 +353,8 @@ def add_model_flags(parser: Parser, writes: str = "") -> Callable:
     where("--backend", choices=["auto", "torch", "triton"], default="auto", only=writes,
         help="auto: triton on a GPU, torch on a CPU")
     where("--accumulate", choices=["auto", "fp32", "fp16"], default="auto", only=writes,
-        help="how a prompt's products are summed; auto: faster and less exact for 8 bits; fp16: needs a GPU and"
-        " --dtype fp16")
+        help="how a prompt's products are summed; auto: faster and less exact for 8 bits; fp16: needs"
+        " a GPU and --dtype fp16")
     # fmt: on
     return add
 
@@ -362,8 +362,8 @@ def add_model_flags(parser: Parser, writes: str = "") -> Callable:
 def add_proposal_flags(add: Callable) -> None:
     # fmt: off
     add("--lookup", type=within(int, 1, 15), metavar="N",
-        help="propose up to N tokens that followed the last ones earlier in the text, and evaluate them"
-        " in one pass")
+        help="propose up to N tokens that followed the last ones earlier in the text, and evaluate"
+        " them in one pass")
     add("--draft", "-md", "--model-draft", metavar="MODEL",
         help="the same with proposals from a smaller model of the same vocabulary")
     add("--draft-max", type=within(int, 1, 15), default=4, metavar="N",

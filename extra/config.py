@@ -119,7 +119,7 @@ def hugging_face_config(f: Fields, generation: Fields) -> Config:
         sliding_window=window,
         tie_embeddings=bool(f.get("tie_word_embeddings", False)),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
-        wo_bias=family.wo_bias and attention_bias,
+        wo_bias=attention_bias and family.qkv_bias is None,
         w13_bias=mlp_bias,
         w2_bias=mlp_bias,
         qk_norm=family.qk_norm,

@@ -45,8 +45,7 @@ class Family:
     defaults: dict[str, Any] = field(default_factory=dict)
     naming: str = "hugging_face"  # the names of its tensors in a folder, see Part.name_in
     has_window: Callable[[Fields], bool] = in_some_layers
-    qkv_bias: bool | None = None  # None: as attention_bias says
-    wo_bias: bool = True  # if attention_bias says so
+    qkv_bias: bool | None = None  # None: as attention_bias says, for wo as well
     mlp_bias: bool = False  # whether a config.json's field of this name counts
     qk_norm: bool = False
     hidden_dim: str = "intermediate_size"  # the field that says it
@@ -67,7 +66,6 @@ FAMILIES = {
         },
         has_window=always,
         qkv_bias=False,
-        wo_bias=False,
     ),
     "mixtral": Family(
         gguf="llama",
@@ -82,7 +80,6 @@ FAMILIES = {
         naming="mixtral",
         has_window=always,
         qkv_bias=False,
-        wo_bias=False,
         experts=True,
         norm_topk=True,
         in_pairs=True,
@@ -91,7 +88,6 @@ FAMILIES = {
         gguf="qwen2",
         defaults={"max_position_embeddings": 1 << 15, "num_key_value_heads": 32},
         qkv_bias=True,
-        wo_bias=False,
     ),
     "qwen3": Family(
         gguf="qwen3",
