@@ -240,12 +240,12 @@ from extra.hardware import (
     pick_device,
     pick_dtype,
 )
-from extra.names import Formats, Kind, formats_of, layer_tensors
+from extra.names import Formats, Kind, formats_of, layer_tensors, layer_weights
 from extra.parallel import Ranks
 from formats import Matrix
 from kernels import FORMATS, cpu_product_dtype, in_cpu_layout, on_tensor_cores, storage_dtype
 from launch import jit, tl
-from model import Config, LayerWeights, Llama, State, Timings, Weights, generate
+from model import Config, Llama, State, Timings, Weights, generate
 from sampling import Sampling
 from tokenizer import TextStream, Tokenizer
 
@@ -319,7 +319,7 @@ def random_weights(
                 values[tensor.field] = Matrix(normal(*shape, dtype))
             else:
                 values[tensor.field] = ones(*shape)
-        layers.append(LayerWeights(**values))
+        layers.append(layer_weights(values))
     embedding = normal(c.vocab_size, c.dim, dtype, std=1.0)
     return Weights(embedding, layers, ones(c.dim), matrix("output", (c.output_rows, c.dim)))
 

@@ -56,6 +56,7 @@ from extra.names import (
     Kind,
     ModelTensor,
     formats_of,
+    layer_weights,
     matrix_shapes,
     model_parts,
     model_tensors,
@@ -353,7 +354,7 @@ class Loader:
                 made[t.field] = Matrix(self.vector(t))
             else:
                 made[t.field] = self.vector(t)
-        return LayerWeights(**made)
+        return layer_weights(made)
 
     def share(self, dim: str) -> slice:
         """This rank's share of one of the sizes of the whole model."""

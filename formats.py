@@ -513,10 +513,14 @@ class Matrix:
             return self.format.decoded(self.tensors)
         return self.data.to_dense() if self.data.is_mkldnn else self.data
 
+    def part(self, rows: slice) -> Matrix:
+        """Some of its rows, with their biases."""
+        bias = None if self.bias is None else self.bias[rows]
+        return Matrix(tuple(t[rows] for t in self.tensors), self.format, bias=bias)
+
     def parts(self, rows: int) -> list[Matrix]:
         """The matrix in parts of `rows` rows."""
-        split = zip(*(t.split(rows) for t in self.tensors))
-        return [Matrix(part, self.format) for part in split]
+        return [self.part(slice(i, i + rows)) for i in range(0, self.rows, rows)]
 
 
 def format_of(w: Matrix) -> Format:

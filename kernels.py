@@ -153,9 +153,9 @@ def in_cpu_layout(
         dense = torch.empty(w.shape, dtype=storage_dtype(backend, dtype, w.data.device))
         for part, rows in zip(w.parts(512), dense.split(512)):
             rows.copy_(part.dense())
-        w = Matrix(dense)
+        w = Matrix(dense, bias=w.bias)
     if w.data.dtype == torch.float32 and w.rows > w.columns:
-        return Matrix(w.data.t().contiguous().t())
+        return Matrix(w.data.t().contiguous().t(), bias=w.bias)
     if dtype != torch.bfloat16:
         return w
     if w.format:
@@ -163,8 +163,9 @@ def in_cpu_layout(
     if w.data.dtype != dtype or not multiplies_bf16():
         return w
     blocked = torch.ops.mkldnn._reorder_linear_weight(w.data)
-    keeps = stays or w.nbytes <= SMALL
-    return replace(w, cpu_layout=(blocked,)) if keeps else Matrix(blocked)
+    if stays or w.nbytes <= SMALL:
+        return replace(w, cpu_layout=(blocked,))
+    return Matrix(blocked, bias=w.bias)
 
 
 # With more tokens, torch's own product with a format is slower than decoding the matrix first

@@ -116,27 +116,18 @@ class Config:
 
 @dataclass
 class LayerWeights:
+    """The tensors of a layer. A matrix brings its bias, if its products have one."""
+
     attention_norm: Tensor  # [C]
     wqkv: Matrix  # [(H + 2 KH) D, C]: wq, wk, wv stacked
     wo: Matrix  # [C, H D]
     ffn_norm: Tensor  # [C]
     w13: Matrix  # [2 F, C]: the rows of w1 and w3 interleaved; experts one after the other
     w2: Matrix  # [C, F]; experts one after the other
-    # Biases of the matrices, as their products have them
-    qkv_bias: Tensor | None = None  # [(H + 2 KH) D]
-    wo_bias: Tensor | None = None  # [C]
-    w13_bias: Tensor | None = None  # [2 F], interleaved as the rows of w13
-    w2_bias: Tensor | None = None  # [C]
     qk_norm: Tensor | None = None  # [2, D]: the weights of q's norm, then of k's
     router: Matrix | None = None  # [E, C], never in a format; None in a layer without experts
     router_gain: float = 1.0  # a power of two that fit_norm took out of ffn_norm
     index: int = 0  # of the layer, from 0 on: its keys and values are State.k[index], v[index]
-
-    def __post_init__(self) -> None:
-        self.wqkv.bias = self.qkv_bias
-        self.wo.bias = self.wo_bias
-        self.w13.bias = self.w13_bias
-        self.w2.bias = self.w2_bias
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:

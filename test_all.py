@@ -1361,7 +1361,7 @@ def test_matrices_in_a_cpu_layout_are_the_same_matrices(dtype, format, small, mo
     """As products on a CPU read them: fp32 column by column, bf16 in oneDNN's layout, a small
     matrix in both, one in 4 bits in torch's own."""
     monkeypatch.setattr(kernels, "SMALL", 2 * 320 * 256 if small else 0)
-    w = Matrix(torch.randn(320, 256).to(dtype))
+    w = Matrix(torch.randn(320, 256).to(dtype), bias=torch.randn(320).to(dtype))
     (w,) = encoded([w], format)
     laid_out = kernels.in_cpu_layout(w, "torch", dtype)
     assert torch.equal(laid_out.dense(), w.dense())
@@ -1375,7 +1375,7 @@ def test_matrices_in_a_cpu_layout_are_the_same_matrices(dtype, format, small, mo
         assert bool(laid_out.cpu_layout) == bool(format or small and kernels.multiplies_bf16())
     for T in (9, 1):
         x = torch.randn(T, 256).to(dtype)
-        exact = x.double() @ w.dense().double().t()
+        exact = x.double() @ w.dense().double().t() + w.bias
         assert nmse(kernels.linear_ref(x, laid_out), exact) < (2 if format else 1) * ONE_UNIT[dtype]
     assert torch.backends.mkldnn.enabled
 
@@ -7498,8 +7498,10 @@ def test_kernels_of_a_family(dev_cli, tmp_path, family):
     layer = {name for name, value in vars(model.weights.layers[0]).items() if value is not None}
     assert len(model.weights.layers) == 2
     own = {"index", "router_gain"}  # numbers, not tensors
-    assert layer - own == {tensor.field for tensor in layer_tensors(model.config)}
-    assert layer & {"qkv_bias", "qk_norm"} == {"qkv_bias" if family == "Qwen2" else "qk_norm"}
+    fields = {tensor.field for tensor in layer_tensors(model.config)}
+    assert layer - own == fields - {"qkv_bias"}
+    assert fields & {"qkv_bias", "qk_norm"} == {"qkv_bias" if family == "Qwen2" else "qk_norm"}
+    assert (model.weights.layers[0].wqkv.bias is not None) == (family == "Qwen2")
     theirs = compare.transformers_model(args, torch.float32, torch.device("cpu"))
     assert theirs.config.model_type == family.lower() and theirs.config.num_hidden_layers == 2
     flags = "-p 4 -d 0,7 -o jsonl -t 1".split()

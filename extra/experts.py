@@ -273,9 +273,7 @@ def linear_ref(
     y = x.new_empty(T, k, N)
     for expert in routes.ids.unique().tolist():
         chose = routes.ids == expert
-        rows = slice(expert * N, expert * N + N)
-        part = Matrix(tuple(t[rows] for t in w.tensors), w.format)
-        y[chose] = linear(each[chose], part)
+        y[chose] = linear(each[chose], w.part(slice(expert * N, expert * N + N)))
     return y
 
 

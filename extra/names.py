@@ -8,10 +8,11 @@ from enum import Enum
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from extra.tensors import ALL
-from formats import Format
-from model import Config
+from formats import Format, Matrix
+from model import Config, LayerWeights, Weights
 
 
 class Kind(Enum):
@@ -29,7 +30,8 @@ class Part:
     """A tensor as checkpoints store it. One or several make up a tensor of the model. The table
     below has a row for each."""
 
-    field: str  # of LayerWeights or Weights; parts of one field are joined in the table's order
+    # Of LayerWeights or Weights, or a bias; parts of one field are joined in the table's order
+    field: str
     kind: Kind
     dims: tuple[str, ...]  # its shape, in names of Config's sizes; ranks share those in CUT
     meta: str  # its name in Meta's layout
@@ -109,7 +111,8 @@ EMBEDDING = Part("embedding", TABLE, ("vocab_size", "dim"), "tok_embeddings.weig
 NORM = Part("norm", VECTOR, ("dim",), "norm.weight", "model.norm.weight", "output_norm.weight")
 OUTPUT = Part("output", MATRIX, ("output_rows", "dim"), "output.weight", "lm_head.weight", "output.weight")
 # fmt: on
-BIASES = ("qkv_bias", "wo_bias", "w13_bias", "w2_bias")
+# Biases, and the matrices they belong to: Matrix.bias. A flag of Config has the same name
+BIASES = {"qkv_bias": "wqkv", "wo_bias": "wo", "w13_bias": "w13", "w2_bias": "w2"}
 TIED_OUTPUT = replace(EMBEDDING, field="output", kind=MATRIX, dims=OUTPUT.dims)
 CUT = {  # sizes of which each rank has a share, and what is divided among the ranks
     "q_dim": "n_heads",
@@ -199,6 +202,24 @@ def model_tensors(c: Config) -> tuple[ModelTensor, ...]:
     output = TIED_OUTPUT if c.tie_embeddings else OUTPUT
     embedding = ModelTensor("tok_embeddings", (EMBEDDING,))
     return embedding, *layers, ModelTensor("norm", (NORM,)), ModelTensor("output", (output,))
+
+
+def layer_weights(made: dict[str, Tensor | Matrix]) -> LayerWeights:
+    """The weights of a layer, from its tensors by their fields."""
+    for bias, matrix in BIASES.items():
+        if bias in made:
+            made[matrix].bias = made.pop(bias)
+    return LayerWeights(**made)
+
+
+def tensor_in(weights: Weights, t: ModelTensor) -> Tensor | Matrix:
+    """What a model has for one of its tensors."""
+    if t.layer is None:
+        return getattr(weights, t.field)
+    layer = weights.layers[t.layer]
+    if t.field in BIASES:
+        return getattr(layer, BIASES[t.field]).bias
+    return getattr(layer, t.field)
 
 
 def model_parts(c: Config) -> dict[str, Part]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from checkpoint import Checkpoint, Loader, check_groups, check_original, find_checkpoint
 from extra.files import one_line_errors
 from extra.hardware import DTYPES, check_choice, check_memory, pick_device
-from extra.names import formats_of, model_tensors, weight_bytes
+from extra.names import formats_of, model_tensors, tensor_in, weight_bytes
 from extra.sources import SAVED, SAVED_LAYOUT, saved_matrix
 from formats import Format
 from kernels import FORMATS
@@ -114,8 +114,7 @@ def tensors_to_save(c: Config, weights: Weights, format: Format) -> dict[str, Te
     """The model's tensors on the CPU, by the names that SavedFolder reads."""
     tensors = {}
     for t in model_tensors(c):
-        owner = weights if t.layer is None else weights.layers[t.layer]
-        value = getattr(owner, t.field)
+        value = tensor_in(weights, t)
         if not t.is_matrix:
             tensors[f"{t.name}.weight"] = value.data.cpu()
             continue
