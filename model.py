@@ -315,9 +315,10 @@ class Llama:
                 reset = lambda: state.seek(start)
                 state.graphs[key] = captured(run, self.device, reset, state.prompt_pool)
             state.graphs[key].replay()
-            begin = end
-        finally:
+        except BaseException:
             state.seek(begin)
+            raise
+        state.seek(end)
 
     def _prompt_memory(self, T: int) -> int:
         """Bytes that a prompt of T tokens needs at once: its activations where they are widest, and

@@ -186,8 +186,8 @@ MUTANTS = [
     ),
     Mutant(
         "model.py",
-        "        finally:\n            state.seek(begin)\n",
-        "        finally:\n            state.seek(end)\n",
+        "            state.seek(begin)\n            raise\n",
+        "            state.seek(end)\n            raise\n",
         "padded_prompts",
     ),
     Mutant(
