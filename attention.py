@@ -11,7 +11,6 @@ Milakov and Gimelshein, 2018)."""
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
 import math
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from extra import hopper
+from extra.cpu import without_onednn
 from formats import Matrix, plain_values
 from fp8 import E4M3, e4m3_encode
 from launch import (
@@ -119,16 +119,6 @@ def attention_ref(q: Tensor, layer: LayerView, state: StateView) -> Tensor:
         end += len(part)
         parts.append(_attend_ref(part, k[:, :end], v[:, :end]))
     return torch.cat(parts).to(q.dtype)
-
-
-def without_onednn(product: Callable[..., Tensor], *args: Tensor) -> Tensor:
-    """A product on a CPU by torch itself. Whatever the size, oneDNN needs 14 us before it starts,
-    and three times that within a step, whose weights push its code out of the caches."""
-    torch.backends.mkldnn.enabled = False  # a global switch of torch's, on by default
-    try:
-        return product(*args)
-    finally:
-        torch.backends.mkldnn.enabled = True
 
 
 def _attend_one_bf16(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

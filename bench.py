@@ -232,6 +232,7 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from checkpoint import load, read_config
+from extra.cpu import cpu_product_dtype, in_cpu_layout, storage_dtype
 from extra.hardware import (
     DTYPES,
     check_accumulate,
@@ -243,7 +244,7 @@ from extra.hardware import (
 from extra.names import Formats, Kind, formats_of, layer_tensors, layer_weights
 from extra.parallel import Ranks
 from formats import Matrix
-from kernels import FORMATS, cpu_product_dtype, in_cpu_layout, on_tensor_cores, storage_dtype
+from kernels import FORMATS, on_tensor_cores
 from launch import jit, tl
 from model import Config, Llama, State, Timings, Weights, generate
 from sampling import Sampling

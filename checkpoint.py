@@ -38,9 +38,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-import kernels
 from extra import hub, schemes
 from extra.config import read_sampling
+from extra.cpu import in_cpu_layout, storage_dtype
 from extra.files import one_line_errors
 from extra.hardware import (
     check_accumulate,
@@ -129,7 +129,7 @@ def load(
         raise ValueError(f"{folder}: {window}: a context of {ctx_size} is not supported (see -c)")
     check_accumulate(accumulate, backend, on, as_dtype)
     config = config.cut(ranks.size)
-    matrix_dtype = kernels.storage_dtype(backend, as_dtype, on)
+    matrix_dtype = storage_dtype(backend, as_dtype, on)
     formats = formats_of(config, checkpoint.format or FORMATS.get(format))
     if formats:
         matrix_dtype = checkpoint.dtype  # codes do not depend on --dtype
@@ -337,7 +337,7 @@ class Loader:
             if self.config.tie_embeddings and "output" not in self.formats:
                 tied = table[self.share("output_rows")].to(self.matrix_dtype)
                 stays = tied.data_ptr() == table.data_ptr()
-                last = kernels.in_cpu_layout(Matrix(tied), self.backend, self.dtype, stays=stays)
+                last = in_cpu_layout(Matrix(tied), self.backend, self.dtype, stays=stays)
             else:
                 last = self.matrix(output)
             layers = itertools.groupby(of_layers, lambda t: t.layer)
@@ -409,7 +409,7 @@ class Loader:
         self.bar.update(made.nbytes)
         if t.experts:
             return made  # products take some of its rows
-        return kernels.in_cpu_layout(made, self.backend, self.dtype, self.formats.values())
+        return in_cpu_layout(made, self.backend, self.dtype, self.formats.values())
 
     def encode(self, format: Format, t: ModelTensor, columns: slice) -> Tensors:
         """Encode a matrix from whole rows, so that its codes do not depend on the number of ranks;

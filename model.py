@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import kernels
+from extra.cpu import storage_dtype
 from extra.parallel import Exchange, Ranks, make_exchange
 from formats import Format, Matrix
 from launch import Scratch, compile_kernels
@@ -687,7 +688,7 @@ def _decode_on_gpu(model: Llama, state: State, n: int) -> Iterator[int]:
 def not_finite(model: Llama) -> str:
     """What to tell the user about logits that are not finite: which tensor is to blame, if any."""
     if model.checkpoint:
-        dtype = kernels.storage_dtype(model.backend, model.dtype, model.device)
+        dtype = storage_dtype(model.backend, model.dtype, model.device)
         if bad := model.checkpoint.first_bad_tensor(dtype):
             return f"the logits are not finite: {bad}"
     overflow = "the activations overflow; try --dtype bf16 or fp32"

@@ -89,7 +89,7 @@ from dev import tune as tuner
 from dev.checkpoints import sentencepiece_metadata, write_gguf
 from extra import cli as cli_module
 from extra import config as config_module
-from extra import experts, hardware, hopper, int4, parallel, quants, schemes, sources
+from extra import cpu, experts, hardware, hopper, int4, parallel, quants, schemes, sources
 from extra import gguf as ggml
 from extra.hardware import check_memory, pick_dtype
 from extra.hub import local_checkpoint, pick_gguf
@@ -1360,19 +1360,19 @@ def test_reference_attention_takes_a_prompt_in_blocks(limit, value, blocks, monk
 def test_matrices_in_a_cpu_layout_are_the_same_matrices(dtype, format, small, monkeypatch):
     """As products on a CPU read them: fp32 column by column, bf16 in oneDNN's layout, a small
     matrix in both, one in 4 bits in torch's own."""
-    monkeypatch.setattr(kernels, "SMALL", 2 * 320 * 256 if small else 0)
+    monkeypatch.setattr(cpu, "SMALL", 2 * 320 * 256 if small else 0)
     w = Matrix(torch.randn(320, 256).to(dtype), bias=torch.randn(320).to(dtype))
     (w,) = encoded([w], format)
-    laid_out = kernels.in_cpu_layout(w, "torch", dtype)
+    laid_out = cpu.in_cpu_layout(w, "torch", dtype)
     assert torch.equal(laid_out.dense(), w.dense())
     assert laid_out.shape == w.shape == (320, 256) and laid_out.nbytes == w.nbytes
-    assert kernels.in_cpu_layout(w, "triton", dtype) is w
+    assert cpu.in_cpu_layout(w, "triton", dtype) is w
     if dtype == torch.float32:
         assert laid_out.data.stride() == (1, 320)
     else:
-        assert kernels.in_cpu_layout(w, "torch", torch.float32) is w
+        assert cpu.in_cpu_layout(w, "torch", torch.float32) is w
     if dtype == torch.bfloat16:
-        assert bool(laid_out.cpu_layout) == bool(format or small and kernels.multiplies_bf16())
+        assert bool(laid_out.cpu_layout) == bool(format or small and cpu.multiplies_bf16())
     for T in (9, 1):
         x = torch.randn(T, 256).to(dtype)
         exact = x.double() @ w.dense().double().t() + w.bias
@@ -1394,9 +1394,9 @@ def test_prompts_need_few_onednn_kernels(format, monkeypatch):
         weights = weights.to_dense() if weights.is_mkldnn else weights
         return (x.float() @ weights.float().t()).to(x.dtype)
 
-    monkeypatch.setattr(kernels, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(cpu, "multiplies_bf16", lambda: True)
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", product)
-    monkeypatch.setattr(kernels.functional, "linear", product)
+    monkeypatch.setattr(torch.nn.functional, "linear", product)
     for T in range(1, PROMPT_CHUNK["cpu"] + 1):
         x = torch.randn(T, 32, dtype=torch.bfloat16)
         assert nmse(kernels.linear_ref(x, w), x.float() @ exact) < 2 * ONE_UNIT[torch.bfloat16]
@@ -1711,13 +1711,14 @@ def test_model_in_a_format(grouped_folder, tmp_path, format, dtype, backend, mon
 def test_cpu_without_bf16_products(grouped_folder, monkeypatch):
     """bf16 is then stored as fp16, and prompts are multiplied in fp32; matrices in 4 bits have
     torch's own product. A model that fits into its caches runs in fp32."""
-    types, product, cpu = set(), kernels.functional.linear, torch.device("cpu")
-    monkeypatch.setattr(kernels, "multiplies_bf16", lambda: False)
+    types, product = set(), torch.nn.functional.linear
+    on = torch.device("cpu")
+    monkeypatch.setattr(cpu, "multiplies_bf16", lambda: False)
     fp16, bf16 = torch.float16, torch.bfloat16
-    assert pick_dtype("auto", bf16, cpu, 8e6) == torch.float32
-    assert pick_dtype("auto", fp16, cpu, 9e6) == pick_dtype("auto", bf16, cpu) == bf16
+    assert pick_dtype("auto", bf16, on, 8e6) == torch.float32
+    assert pick_dtype("auto", fp16, on, 9e6) == pick_dtype("auto", bf16, on) == bf16
     typed = lambda x, w: types.add(x.dtype) or product(x, w)
-    monkeypatch.setattr(kernels.functional, "linear", typed)
+    monkeypatch.setattr(torch.nn.functional, "linear", typed)
     options = dict(dtype="fp32"), dict(dtype="bf16"), dict(dtype="bf16", format="int4")
     models = [load(grouped_folder, device="cpu", **given) for given in options]
     assert {m.data.dtype for m in models[1].weights.matrices} == {fp16}

@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT))
 import bench
 from dev.passes import device_time
 from extra.cli import Parser, note, use_safe_streams
+from extra.cpu import cpu_product_dtype
 from formats import Matrix
-from kernels import cpu_product_dtype
 from model import Llama, State
 from sampling import Sampler
 

@@ -73,13 +73,13 @@ MUTANTS = [
         "products_do_not_depend",
     ),
     Mutant(
-        "kernels.py",
+        "extra/cpu.py",
         "torch.bfloat16 and multiplies_bf16() else",
         "torch.bfloat16 else",
         "without_bf16",
     ),
     Mutant(
-        "kernels.py",
+        "extra/cpu.py",
         "if INT4 in among and w.format is not INT4:",
         "if False:",
         "model_in_a_format and int4",

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-import kernels
 import launch
+from extra import cpu
 from extra.names import Formats, model_tensors, weight_bytes
 from extra.parallel import Ranks
 from model import CACHES, Config
@@ -58,7 +58,7 @@ def pick_dtype(
         return DTYPES[name]
     if device.type == "cuda":
         return stored
-    if 4 * elements <= CACHES and not kernels.multiplies_bf16():
+    if 4 * elements <= CACHES and not cpu.multiplies_bf16():
         return torch.float32
     if stored == torch.float16:
         return torch.bfloat16
