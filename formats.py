@@ -122,6 +122,33 @@ def columns_of(places, K: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @jit
+def load_vector(x, k, offs_k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    """Load x for the weights that are stored in places k + offs_k. The interpreter gets fp32, since
+    its own bf16 products are wrong."""
+    pointers = x + columns_of(k + offs_k, K, COLUMNS)
+    if K % BLOCK == 0:
+        tile = tl.load(pointers)
+    else:
+        tile = tl.load(pointers, mask=offs_k < K - k, other=0.0)
+    return tile.to(tl.float32) if EMULATED else tile
+
+
+@jit
+def first_rows(ids, N, SUMMED: tl.constexpr):
+    """A tuple: the first row in W of each of SUMMED matrices whose products are added up, or of this
+    program's one. N: rows of a matrix. The loads bypass the L1 cache, where ids may be stale."""
+    first = ()
+    if ids is None:
+        first += (0,)
+    elif SUMMED == 1:
+        first += (tl.load(ids + tl.program_id(1), cache_modifier=".cg").to(tl.int64) * N,)
+    else:
+        for slot in tl.static_range(SUMMED):
+            first += (tl.load(ids + slot, cache_modifier=".cg").to(tl.int64) * N,)
+    return first
+
+
+@jit
 def row_scale(w, rows, mask, GAIN: tl.constexpr):
     """The factors of sums over rows of W: the rows' scales times GAIN, see Format.gain."""
     return tl.load(w[-1] + rows, mask=mask, other=0.0) * GAIN
@@ -262,7 +289,7 @@ class Format:
         The columns whose weights are stored in these places of a row. Runs of eight columns stay
         together. None if all are in order.
 
-    With these, one token runs in kernels._stream_kernel:
+    With these, one token runs in extra/stream.py:
 
     stream_load(w, start, k, left, COLUMNS, GROUP)
         A tile, of which each thread gets all that the products of 64 weights need. start may also

@@ -16,7 +16,7 @@ correct:
   nothing; extra/parallel.py explains its exceptions;
 - one more exception: after a kernel that lets the next one start only after its own wait, all
   writes of still earlier kernels are visible to the next one even before it waits. So the product
-  of experts' w2 finds its rows before it waits (kernels._first_rows): the router wrote the ids, and
+  of experts' w2 finds its rows before it waits (formats.first_rows): the router wrote the ids, and
   the product of w1 and w3, which must stand between the two, waits first. They are read past the L1
   cache, which may hold older ones;
 - `pos` is moved by torch's own operations (State.advance and State.seek), which are launched
@@ -25,7 +25,7 @@ correct:
   thousands of each;
 - a kernel waits once, or a second time where the first was for the rows of W that it has to load.
   No wait is in a loop: Triton 3.7.1 may move loads above a wait inside one (triton issue 11905).
-  kernels._stream_kernel is a deliberate exception: its loads of W are meant to move above the wait,
+  extra/stream.py is a deliberate exception: its loads of W are meant to move above the wait,
   and whatever has to come after it stands in the same branch.
 """
 
@@ -245,7 +245,7 @@ class VectorSizes(NamedTuple):
 
 
 class StreamSizes(NamedTuple):
-    """How kernels._stream_kernel divides such a product. There are `programs` programs for each SM,
+    """How extra/stream.py divides such a product. There are `programs` programs for each SM,
     with a warp for every 2048 columns of a block. A program loops over tiles of `rows` rows, of
     which `stages` - 1 are in flight. The launcher enlarges `block` if three blocks do not cover a
     row (kernels.stream_block)."""

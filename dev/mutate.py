@@ -52,7 +52,10 @@ MUTANTS = [
         "op_equals and bfloat16 and rmsnorm",
     ),
     Mutant(
-        "kernels.py", "x_part[1], SCALES) * x_part[2]", "x_part[1], SCALES)", "products_with_4_bit"
+        "extra/stream.py",
+        "x_part[1], SCALES) * x_part[2]",
+        "x_part[1], SCALES)",
+        "products_with_4_bit",
     ),
     Mutant(
         "kernels.py",

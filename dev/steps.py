@@ -33,7 +33,7 @@ PATTERNS = {
     "attention": "attention",
     "sample": "sample",
     "embedding": "embedding",
-    "product": "_vector_kernel|_stream_kernel|_few_kernel|_product_kernel|linear|gemm|nvjet|cutlass"
+    "product": "_vector_kernel|stream_kernel|_few_kernel|_product_kernel|linear|gemm|nvjet|cutlass"
     "|mm|mv",
     "rmsnorm": "^_rmsnorm_kernel$",
 }
