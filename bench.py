@@ -244,9 +244,10 @@ from extra.hardware import (
 from extra.names import Formats, Kind, formats_of, layer_tensors, layer_weights
 from extra.parallel import Ranks
 from formats import Matrix
-from kernels import FORMATS, on_tensor_cores
+from kernels import FORMATS
 from launch import jit, tl
 from model import Config, Llama, State, Timings, Weights, generate
+from products import on_tensor_cores
 from sampling import Sampling
 from tokenizer import TextStream, Tokenizer
 

@@ -281,7 +281,7 @@ class Format:
         All values are multiplied by it, and by the scale of their row, an element of the last
         tensor. None if rows have no scale.
     half2
-        For products in half precision with one token (kernels.half2_asm), two pieces of PTX. The
+        For products in half precision with one token (products.half2_asm), two pieces of PTX. The
         first puts the two codes in the lower half of register SOURCE as a half2 into p, the second
         those in the upper half. They may use a and b, of 16 bits, and q, of 32. None if there are
         no such products.

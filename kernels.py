@@ -33,10 +33,9 @@ sizes."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
-import math
-from functools import cache, partial
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,822 +49,28 @@ from attention import (
     to_cache,
     to_cache_ref,
 )
-from extra import cpu, experts
-from extra.experts import MAX_FEW, Among, Routes, block_of, route, route_ref
+from extra import experts
+from extra.experts import Routes, experts_swiglu, launch_experts, route, route_ref, slots_added
 from extra.int4 import INT4
-from extra.stream import stream_kernel
-from formats import (
-    Format,
-    Matrix,
-    as_floats,
-    columns_of,
-    first_rows,
-    format_of,
-    half2_products,
-    load_vector,
-    row_scale,
-)
-from fp8 import E4M3, E4M3_NATIVE, E5M2, Float8
-from launch import (
-    EMULATED,
-    capability,
-    constexpr,
+from formats import Format, Matrix
+from fp8 import E4M3, E5M2
+from launch import gdc_launch_dependents, gdc_wait, jit, launch, saturated, tl, triton
+from products import (
+    MAX_FEW,
+    Epilogue,
     even_and_odd,
-    few_sizes,
-    gdc_launch_dependents,
-    gdc_wait,
-    grouped_sizes,
-    jit,
-    launch,
+    launch_product,
+    launch_single,
+    library_product,
+    linear_ref,
     places,
-    processors,
-    saturated,
+    prepare_rows,
+    rmsnorm,
+    rmsnorm_ref,
     silu_mul,
-    stream_sizes,
-    tl,
-    triton,
-    vector_sizes,
+    store_rows,
 )
 from sampling import sample, sample_ref
-
-# ---- products: y = x W^T, of one token, of a few, or of a prompt
-#
-#      With one token a product is bound by reading W: the kernel streams W's rows once and does
-#      everything else on the way. With 2 to 16 tokens, tensor cores multiply W as it streams by.
-#      What an op does with the result is its epilogue, a function that each of these kernels calls
-#      with its part of y. With more tokens, or where launch.json has no sizes, the library's product
-#      runs between small fused kernels: with many tokens it is compute-bound, and runs at the card's
-#      product rate (BENCHMARKS.md). For experts, extra/experts.py has a kernel in its place.
-#
-#      A matrix may have a bias [N], which is added to y before the epilogue. Without one, None is
-#      passed, and the kernel is compiled without that step.
-#
-#      A kernel is told how a matrix is stored: LOAD, VALUES, SCALES, COLUMNS, GROUP and GAIN are
-#      what formats.Format describes.
-
-
-# ---- products by torch: the reference, and the CPU path
-
-
-def linear_ref(x: Tensor, w: Matrix) -> Tensor:
-    """y = x W^T + bias. x [T, K] -> [T, N]."""
-    y = cpu.linear(x, w)
-    return y if w.bias is None else y.add_(w.bias)
-
-
-# ---- products with one token
-
-
-# Products in half precision. At 8 bits per weight the arithmetic matters: an H200 reads 4.6e12
-# weights a second and executes 33e12 fp32 operations, about 7 per weight. Decoding a code, widening
-# it and multiplying it takes 11 instructions. With half2 it takes 3 to 4: PTX converts two codes at
-# a time to a half2, multiplies it by a half2 of x in one instruction (fma.rn.f16x2), and adds up
-# eight products in half precision before the sum is widened to fp32.
-#
-# This is sound only if the range is right. A half ends at 65504 and loses precision below 6e-5. So x
-# is multiplied by a power of two, which is exact. It is chosen so that eight products with codes of
-# at most 448 stay below 65504, and those that matter lie far above 6e-5. _vector_kernel scales all of
-# x alike, stream_kernel each 64 columns by themselves. Eight neighbours of a row must be in one
-# thread.
-
-# Up to this norm weight, eight products of rmsnorm(x) stay below 65504 for K of up to 8192 in
-# _vector_kernel; stream_kernel needs less than 32
-NORM_LIMIT = 30.0
-
-
-def fit_norm(norm: Tensor, w: Matrix) -> float:
-    """Move a power of two from norm weights into the matrix, which is exact, so that the largest
-    weight is between half the limit and the limit: products in half precision then neither overflow
-    nor lose small numbers. Does nothing if the matrix has no such products. Returns that power."""
-    if not w.format or not (w.format.half2 or w.format.stream_sums):
-        return 1.0
-    peak = norm.abs().max().item()
-    if not 0.0 < peak < math.inf:
-        return 1.0
-    factor = 2.0 ** math.ceil(math.log2(peak / NORM_LIMIT))
-    norm.div_(factor)
-    w.format.multiply(w.tensors, factor)
-    return factor
-
-
-@cache
-def half2_asm(half2: tuple[str, str]) -> str:
-    """PTX that multiplies eight codes, in $2 and $3, by eight halves, in $4 to $7, and adds up the
-    products in half precision. It puts the sum into $0, as a float, and zero into $1. half2: see
-    formats.Format."""
-    products = half2_products(half2, 2, 2, lambda word, half: 4 + 2 * word + half)
-    total = "mov.b32 {a, b}, sums; add.f16 a, a, b; cvt.f32.f16 $0, a; mov.b32 $1, 0;"
-    return f"{{ .reg .b16 a, b; .reg .b32 sums, p, q; {products} {total} }}"
-
-
-_HALF2_REGISTERS = constexpr("=&r,=&r" + 6 * ",r")
-
-
-@jit
-def _half2_sums(w_tile, x_tile, VALUES: tl.constexpr, HALF2_ASM: tl.constexpr):
-    """Multiply codes [ROWS, BLOCK] by halves [1, BLOCK] and add up every eight neighbours: float32
-    [ROWS, BLOCK / 8]. The interpreter returns all products, [ROWS, BLOCK]."""
-    if EMULATED:
-        return VALUES(w_tile).to(tl.float32) * x_tile.to(tl.float32)
-    else:
-        sums = tl.inline_asm_elementwise(
-            HALF2_ASM, _HALF2_REGISTERS, [w_tile, x_tile], dtype=tl.int8, is_pure=True, pack=8
-        )
-        # The first four bytes of eight are the sum
-        sums = sums.reshape(sums.shape[0], sums.shape[1] // 8, 2, 4)
-        sums, _ = tl.split(sums.permute(0, 1, 3, 2))
-        return as_floats(sums)
-
-
-@jit
-def _power_of_two(x):
-    """The largest power of two that is not above x > 0."""
-    return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-
-
-@jit
-def _range_of(
-    x, x_tile, norm, eps, offs_k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PEAK: tl.constexpr
-):  # fmt: skip
-    """Returns the power of two by which x is multiplied for products in half precision, and 1 /
-    rms(x), or 1 without a norm. With a norm the power follows from the root mean square (see
-    fit_norm), otherwise from the largest magnitude. x_tile: the first tile of x."""
-    squares = x_tile.to(tl.float32) * x_tile.to(tl.float32)
-    peaks = tl.abs(x_tile)
-    for k in tl.static_range(BLOCK, K, BLOCK):
-        x_next = load_vector(x, k, offs_k, K, BLOCK, COLUMNS)
-        squares += x_next.to(tl.float32) * x_next.to(tl.float32)
-        peaks = tl.maximum(peaks, tl.abs(x_next))
-    if norm is not None:
-        inv_rms = tl.rsqrt(tl.sum(squares) / K + eps)
-        power = _power_of_two(inv_rms) * (PEAK / 1024)
-    else:
-        inv_rms = tl.full([], 1.0, tl.float32)
-        peak = tl.maximum(tl.max(peaks).to(tl.float32), 1e-30)
-        power = _power_of_two(tl.minimum(PEAK / peak, 32768.0))
-    return power, inv_rms
-
-
-# W may be a stack of equal matrices (experts), of N rows and K columns each; `ids` picks some. With
-# SUMMED = 1, each of them multiplies the same x, in a row of the grid of its own. The previous
-# kernel wrote the ids, so the programs wait for it at once, and only then let the next kernel
-# start. With more SUMMED, x has a part for each matrix, and the products are added up. The ids are
-# then older than the previous kernel (launch.py), so they are read, and W is loaded, before the wait.
-
-
-@jit
-def _vector_kernel(
-    x, norm, w, bias, eps, args, ids, N: tl.constexpr, K: tl.constexpr, SUMMED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    LOAD: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr, SCALES: tl.constexpr, COLUMNS: tl.constexpr,
-    GAIN: tl.constexpr, HALF2_ASM: tl.constexpr, PEAK: tl.constexpr,
-    PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One token: rmsnorm(x) W^T, or x W^T where norm is None, for ROWS rows of W, read BLOCK
-    columns at a time. The norm's factor 1 / rms(x) is one number for all of x, so it is applied to
-    the sums. For products in half precision, x is read twice, first for its range. args and SIZES
-    are the epilogue's own: PREPARE loads before the wait what STORE will use."""
-    if ids is not None and SUMMED == 1:
-        gdc_wait(PDL)
-    gdc_launch_dependents(PDL)
-    row = tl.program_id(0) * ROWS
-    ready = PREPARE(args, row, 1, N, ROWS, 1, SIZES)
-    rows = row + tl.arange(0, ROWS)
-    first = first_rows(ids, N, SUMMED)
-    start, scales = (), ()
-    for slot in tl.static_range(SUMMED):
-        start += ((tl.minimum(rows, N - 1).to(tl.int64) + first[slot])[:, None] * K,)
-        if GAIN is not None and SUMMED > 1:
-            scales += (row_scale(w, first[slot] + rows, rows < N, GAIN),)
-    # Before the wait: fetch the first tiles of what no kernel writes. A thread gets eight
-    # neighbours of W, as many as of a 16-bit x: otherwise 8-bit tiles would go through shared
-    # memory to meet x
-    w_tile = LOAD(w, start[0], 0, None if K % BLOCK == 0 else K, BLOCK, 8, GROUP)
-    offs_k = tl.arange(0, BLOCK)[None, :]
-    if norm is not None:
-        norm_tile = load_vector(norm, 0, offs_k, K, BLOCK, COLUMNS)
-    if bias is not None:
-        biases = tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)
-    gdc_wait(PDL)
-    if ADDED is not None:
-        added = tl.load(args[ADDED] + rows, mask=rows < N, other=0.0).to(tl.float32)
-    x_tile = load_vector(x, 0, offs_k, K, BLOCK, COLUMNS)
-    if HALF2_ASM is not None:
-        x_all = x_tile if SUMMED == 1 else load_vector(x, 0, offs_k, SUMMED * K, BLOCK, COLUMNS)
-        power, inv_rms = _range_of(x, x_all, norm, eps, offs_k, SUMMED * K, BLOCK, COLUMNS, PEAK)
-    elif norm is not None:
-        squares = x_tile.to(tl.float32) * x_tile.to(tl.float32)
-    for slot in tl.static_range(SUMMED):
-        for k in tl.static_range(0, K, BLOCK):
-            # The next tile of W is in flight while this one is multiplied
-            w_now = w_tile
-            if k + BLOCK < K:
-                left = None if K % BLOCK == 0 else K - k - BLOCK
-                w_tile = LOAD(w, start[slot], k + BLOCK, left, BLOCK, 8, GROUP)
-            elif slot + 1 < SUMMED:
-                left = None if K % BLOCK == 0 else K
-                w_tile = LOAD(w, start[slot + 1], 0, left, BLOCK, 8, GROUP)
-            x_now = x_tile
-            if slot + k > 0:
-                x_now = load_vector(x + slot * K, k, offs_k, K, BLOCK, COLUMNS)
-            if k > 0 and HALF2_ASM is None and norm is not None:
-                squares += x_now.to(tl.float32) * x_now.to(tl.float32)
-            x_now = x_now.to(tl.float32) if HALF2_ASM is None else x_now * power.to(x_now.dtype)
-            if norm is not None:
-                x_now *= norm_tile.to(x_now.dtype)
-                if k + BLOCK < K:
-                    norm_tile = load_vector(norm, k + BLOCK, offs_k, K, BLOCK, COLUMNS)
-            if HALF2_ASM is None:
-                sums = VALUES(w_now, SCALES).to(tl.float32) * x_now
-            else:
-                sums = _half2_sums(w_now, x_now.to(tl.float16), VALUES, HALF2_ASM)
-            if GAIN is not None and SUMMED > 1:
-                sums *= scales[slot][:, None]
-            if slot + k == 0:
-                acc = sums
-            else:
-                acc += sums
-    y = tl.sum(acc, 1)
-    if HALF2_ASM is not None:
-        y *= inv_rms / power
-    elif norm is not None:
-        y *= tl.rsqrt(tl.sum(squares) / K + eps)
-    if GAIN is not None and SUMMED == 1:
-        y *= row_scale(w, first[0] + rows, rows < N, GAIN)
-    if bias is not None:
-        y += biases
-    if ADDED is not None:
-        y = added + y
-    STORE(args, y, ready, row, 1, N, ROWS, 1, SIZES)
-
-
-# ---- products with a few tokens
-#
-#      `tl.dot` usually takes its operands through shared memory, which 8-bit weights would
-#      pass through twice, before and after decoding. Here a thread loads 16 bytes of a row of W straight
-#      into the registers where the tensor cores expect them. Of the columns of a row, the instruction
-#      (mma.m16n8k16) expects these from the four threads that share it:
-#
-#          thread   0     1     2     3     0     1       2       3
-#          columns  0,1   2,3   4,5   6,7   8,9   10,11   12,13   14,15
-#
-#      First come the pairs of the lower eight columns, then those of the upper eight.
-#
-#      But the order of K in a sum is free: whatever columns a thread has loaded can stand in for those
-#      that the instruction expects from it, as long as it loads the same columns of x. With 16-bit
-#      weights, thread 0 loads columns 0 to 7, thread 1 columns 8 to 15, and so on; the first instruction
-#      takes columns 0, 1 and 2, 3 of thread 0 for its columns 0, 1 and 8, 9. So dimension 1 of a tile is
-#      a thread's neighbours, dimension 0 everything else (lanes, warps, registers, in this order), and
-#      reshape and permute relabel the elements without moving them: (steps, groups of 8 rows, sides,
-#      warps, rows, sides, lanes, runs of 8 neighbours, instructions, halves of an instruction, pairs).
-#      The warps of a program share its rows and split K; a sum over the warps completes the product.
-#
-#      An instruction multiplies 16 rows of W by 8 tokens, so the tokens are padded to 8 or 16. The norm,
-#      where there is one, is a separate kernel that runs first: while it runs, the first tiles of W are
-#      already in flight, except where a router has to choose them.
-
-# How many slots an expert must have on average, before its 4-bit matrices are recoded for the 8-bit
-# tensor cores: below, that takes longer than it saves
-RECODED_FROM = 16
-
-
-@jit
-def _load_few_weights(
-    w, first, row, k: tl.constexpr, N, K: tl.constexpr, EACH: tl.constexpr, FEW: tl.constexpr,
-    LOAD: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """Load FEW.rows rows of the matrix whose N rows begin at row `first` of W, from its `row` on,
-    and of each of them FEW.warps * FEW.steps * 64 bytes from column k on. A thread gets EACH weights
-    of a row. A warp loads FEW.lanes * 16 neighbouring bytes of a row at a time; with more than 4
-    lanes the compiler moves values between threads."""
-    GROUPS: tl.constexpr = FEW.rows // 8
-    SIDES: tl.constexpr = FEW.lanes // 4
-    i = tl.arange(0, FEW.steps * GROUPS * FEW.warps * 32)[:, None]
-    lane, warp, register = i % 32, i // 32 % FEW.warps, i // (32 * FEW.warps)
-    side = register % SIDES
-    rows = row + register // SIDES % GROUPS * 8 + side * (8 // SIDES) + lane // FEW.lanes
-    step = warp * FEW.steps + register // (SIDES * GROUPS) * SIDES
-    col = k + step * (4 * EACH) + lane % FEW.lanes * EACH
-    start = (tl.minimum(rows, N - 1).to(tl.int64) + first) * K
-    left = None if k + FEW.warps * FEW.steps * 4 * EACH <= K else K - col
-    return LOAD(w, start, col, left, EACH, EACH, GROUP)
-
-
-@jit
-def _weights_operand(tile, FEW: tl.constexpr):
-    """A tile of W as [warps, rows, columns of a warp]."""
-    EACH: tl.constexpr = tile.shape[1]
-    SIDES: tl.constexpr = FEW.lanes // 4
-    tile = tile.reshape(
-        FEW.steps // SIDES, FEW.rows // 8, SIDES, FEW.warps, 8 // SIDES, SIDES, 4, EACH // 8, 2, 2, 2
-    )  # fmt: skip
-    if EACH == 8:
-        tile = tile.permute(3, 1, 2, 4, 0, 5, 7, 8, 9, 6, 10)
-    else:
-        # Below 16 bits a weight, Triton's layout puts the lower halves of two instructions side by
-        # side
-        tile = tile.permute(3, 1, 2, 4, 0, 5, 7, 9, 6, 8, 10)
-    return tile.reshape(FEW.warps, FEW.rows, FEW.steps * 4 * EACH)
-
-
-@jit
-def _tokens_operand(
-    x, k: tl.constexpr, T, slots, K: tl.constexpr, TOKENS: tl.constexpr, EACH: tl.constexpr,
-    FEW: tl.constexpr, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr,
-):  # fmt: skip
-    """The columns of x that belong to such a tile, as [warps, columns of a warp, tokens], loaded
-    with eight neighbours a thread. Where there are fewer tokens than TOKENS, the last one is
-    repeated. With experts, `slots` points to the T slots whose rows of x these are."""
-    PARTS: tl.constexpr = EACH // 8
-    i = tl.arange(0, TOKENS // 8 * FEW.steps * PARTS * FEW.warps * 32)[:, None]
-    e = tl.arange(0, 8)[None, :]
-    lane, warp, register = i % 32, i // 32 % FEW.warps, i // (32 * FEW.warps)
-    t = register // (FEW.steps * PARTS) * 8 + lane // 4
-    step = warp * FEW.steps + register // PARTS % FEW.steps
-    stored = k + step * (4 * EACH) + lane % 4 * EACH + register % PARTS * 8 + e
-    cols = columns_of(stored, K, COLUMNS)
-    t = tl.minimum(t, T - 1)
-    if EXPERTS is not None:
-        t = tl.load(slots + t) // EXPERTS.shared
-    pointers = x + t * K + cols
-    if k + FEW.warps * FEW.steps * 4 * EACH <= K:
-        tile = tl.load(pointers, eviction_policy="evict_last")
-    else:
-        tile = tl.load(pointers, mask=stored < K, other=0.0, eviction_policy="evict_last")
-    tile = tile.reshape(TOKENS // 8, FEW.steps, EACH // 8, FEW.warps, 8, 4, 2, 2, 2)
-    if EACH == 8:
-        tile = tile.permute(3, 1, 2, 6, 7, 5, 8, 0, 4)
-    else:
-        tile = tile.permute(3, 1, 2, 7, 5, 6, 8, 0, 4)
-    return tile.reshape(FEW.warps, FEW.steps * 4 * EACH, TOKENS)
-
-
-@jit
-def _few_kernel(
-    x, w, bias, T, args, order, counts, N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr,
-    EACH: tl.constexpr, FEW: tl.constexpr, EXPERTS: tl.constexpr,
-    LOAD: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr, SCALES: tl.constexpr, COLUMNS: tl.constexpr,
-    GAIN: tl.constexpr,
-    PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """T tokens: x W^T for FEW.rows rows of W. See _vector_kernel for the epilogue.
-
-    With experts, W is a stack of matrices of N rows. The programs of each row of the grid take one
-    of those that were chosen, and the slots that chose it instead of T tokens. A router writes
-    which these are, so that they wait for it at once."""
-    gdc_launch_dependents(PDL)
-    row = tl.program_id(0) * FEW.rows
-    first = 0
-    slots = order
-    if EXPERTS is not None:
-        gdc_wait(PDL)
-        expert, begin, T = block_of(counts, tl.program_id(1), TOKENS, EXPERTS)
-        if T <= 0:
-            return
-        first = expert.to(tl.int64) * N
-        slots += begin
-    ready = PREPARE(args, row, T, N, FEW.rows, TOKENS, SIZES)
-    BLOCK: tl.constexpr = FEW.warps * FEW.steps * 4 * EACH
-    # Without experts before the wait: the first tiles of W, the scales and the bias
-    w_tiles = ()
-    for k in tl.static_range(0, FEW.ahead * BLOCK, BLOCK):
-        if k < K:
-            w_tiles = w_tiles + (_load_few_weights(w, first, row, k, N, K, EACH, FEW, LOAD, GROUP),)
-    if GAIN is not None:
-        rows = row + tl.arange(0, FEW.rows)[:, None]
-        scales = row_scale(w, first + rows, rows < N, GAIN)
-    if bias is not None:
-        offs_n = row + tl.arange(0, FEW.rows)[:, None]
-        biases = tl.load(bias + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
-    if EXPERTS is None:
-        gdc_wait(PDL)
-    acc = tl.full([FEW.warps, FEW.rows, TOKENS], 0.0, tl.float32)
-    for k in tl.static_range(0, K, BLOCK):
-        w_tile = w_tiles[0]
-        w_tiles = w_tiles[1:]
-        if k + FEW.ahead * BLOCK < K:
-            w_tiles = w_tiles + (
-                _load_few_weights(
-                    w, first, row, k + FEW.ahead * BLOCK, N, K, EACH, FEW, LOAD, GROUP
-                ),
-            )
-        b = _tokens_operand(x, k, T, slots, K, TOKENS, EACH, FEW, COLUMNS, EXPERTS)
-        a = _weights_operand(VALUES(w_tile, SCALES).to(b.dtype), FEW)
-        if EMULATED:  # the interpreter's own bf16 products are wrong
-            acc += tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-        else:
-            acc = tl.dot(a, b, acc)
-    y = tl.sum(acc, 0)
-    if GAIN is not None:
-        y *= scales
-    if bias is not None:
-        y += biases
-    if ADDED is not None:
-        rows, t = places(row, FEW.rows, TOKENS)
-        added = tl.load(args[ADDED] + t * N + rows, mask=(rows < N) & (t < T), other=0.0)
-        y += added.to(tl.float32)
-    STORE(args, y, ready, row, T, N, FEW.rows, TOKENS, SIZES)
-
-
-# ---- launching a product
-
-
-class Epilogue(NamedTuple):
-    """What an op does with a product: kernel functions, and their own arguments and sizes. y is
-    [ROWS, TOKENS], or [ROWS] with one token."""
-
-    prepare: object  # (args, row, T, N, ROWS, TOKENS, SIZES) -> ready: what need not wait
-    store: object  # (args, y, ready, row, T, N, ROWS, TOKENS, SIZES)
-    args: tuple  # tensors
-    sizes: tuple = ()  # a NamedTuple of ints
-    added: int | None = None  # which of args is added to y: [N] with one token, [T, N] with a few
-
-
-class Plan(NamedTuple):
-    """A kernel for a product, and how it is launched."""
-
-    kernel: object
-    programs: int
-    warps: int
-    constants: dict[str, Any]  # what it is compiled for, besides N, K and the epilogue
-
-
-class Stack(NamedTuple):
-    """Matrices of equal shape in one Matrix, one after the other, and which of them a product of
-    one token takes."""
-
-    ids: Tensor  # int32 [k]
-    rows: int  # of each matrix
-    # How many parts x has, [summed, K], one for each matrix; their products are added up. With 1,
-    # x [1, K] is multiplied by each of k matrices. The epilogue then finds the matrix's slot in
-    # program_id(1)
-    summed: int
-
-
-def launch_product(
-    op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float, epilogue: Epilogue
-) -> bool:
-    """rmsnorm(x) W^T, or x W^T without a norm, handed to an epilogue. Returns False, without having
-    done anything, where the product is the library's: with more than MAX_FEW tokens, with several
-    in fp32, and where launch.json says so."""
-    T, K = x.shape
-    if T == 1:
-        launch_single(op, x, norm, w, eps, epilogue)
-        return True
-    plan = _few_plan(op, x, w, w.rows, T)
-    if plan is None:
-        return False
-    args = (_normed(x, norm, eps), w.tensors, w.bias, T, epilogue.args, None, None)
-    _launch_plan(
-        plan, (plan.programs,), args, w, w.rows, epilogue, EXPERTS=None, ADDED=epilogue.added
-    )
-    return True
-
-
-def launch_single(
-    op: str,
-    x: Tensor,
-    norm: Tensor | None,
-    w: Matrix,
-    eps: float,
-    epilogue: Epilogue,
-    stack: Stack | None = None,
-) -> None:
-    """launch_product of one token; with a stack, of some of its matrices."""
-    ids, rows, summed = stack or (None, w.rows, 1)
-    products = 1 if stack is None or summed > 1 else len(ids)
-    plan = _vector_or_stream_plan(op, x, w, rows, summed, products)
-    grid = (plan.programs,) if products == 1 else (plan.programs, products)
-    args = (x, norm, w.tensors, w.bias, eps, epilogue.args, ids)
-    _launch_plan(plan, grid, args, w, rows, epilogue, SUMMED=summed, ADDED=epilogue.added)
-
-
-def _launch_experts(
-    op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float, accumulate: str,
-    routes: Routes, out: Tensor, prepare: object, store: object,
-) -> None:  # fmt: skip
-    """Several tokens: rmsnorm(x) W^T, or x W^T without a norm, of all slots with their experts'
-    matrices in w, handed to an epilogue that fills `out`. x has a row for each token or each
-    slot."""
-    T, k = routes.ids.shape
-    E = len(routes.counts)
-    among = Among(E, triton.next_power_of_2(E), T * k // len(x))
-    args = (out, routes.weights, routes.order, routes.counts)
-    epilogue = Epilogue(prepare, store, args, among)
-    plan = _few_plan(op, x, w, w.rows // E, T)
-    if plan is None:
-        _launch_grouped(x, norm, w, eps, accumulate, routes, epilogue)
-        return
-    args = (
-        _normed(x, norm, eps),
-        w.tensors,
-        None,
-        T * k,
-        epilogue.args,
-        routes.order,
-        routes.counts,
-    )
-    grid = (plan.programs, min(T * k, E))
-    _launch_plan(plan, grid, args, w, w.rows // E, epilogue, EXPERTS=among, ADDED=None)
-
-
-def _launch_grouped(
-    x: Tensor, norm: Tensor | None, w: Matrix, eps: float, accumulate: str, routes: Routes,
-    epilogue: Epilogue,
-) -> None:  # fmt: skip
-    """_launch_experts of a prompt."""
-    slots = routes.ids.numel()
-    E = len(routes.counts)
-    rows = w.rows // E
-    tensors = w.tensors
-    normed_scales = None
-    if _experts_on_tensor_cores(w, accumulate, slots // E):
-        w = as_e4m3(w)
-        codes, normed_scales = encode_rows(x, norm, eps)
-        normed = codes.view(E4M3.dtype)
-        tensors = (w.data.view(E4M3.dtype), w.tensors[1])
-    else:
-        normed = _normed(x, norm, eps)
-    sizes = grouped_sizes(x.device, w.bits, slots // E)
-    constants = dict(
-        TOKENS=sizes.block,
-        ROWS=sizes.rows,
-        BLOCK=sizes.columns * 2 // normed.element_size(),
-        STAGES=sizes.stages,
-        **format_of(w).decoding(),
-    )
-    plan = Plan(experts.grouped_kernel, triton.cdiv(rows, sizes.rows), sizes.warps, constants)
-    args = (normed, normed_scales, tensors, slots, epilogue.args, routes.order, routes.counts)
-    grid = (plan.programs, min(slots, triton.cdiv(slots, sizes.block) + E - 1))
-    _launch_plan(plan, grid, args, w, rows, epilogue, EXPERTS=epilogue.sizes)
-
-
-def _experts_on_tensor_cores(w: Matrix, accumulate: str, each: int) -> bool:
-    """Whether 8-bit tensor cores multiply a prompt by experts. Unlike the library's, these sums
-    are never moved to fp32 registers, so "fp32" leaves the tensor cores. each: how many slots an
-    expert has on average."""
-    if accumulate == "fp32" or E4M3.on(w.data.device) is not E4M3_NATIVE:
-        return False
-    if w.format is E4M3:
-        return True
-    return w.format is not None and w.format.bound > 0 and each >= RECODED_FROM
-
-
-def _normed(x: Tensor, norm: Tensor | None, eps: float) -> Tensor:
-    return x if norm is None else rmsnorm(x, norm, eps)
-
-
-def _launch_plan(
-    plan: Plan, grid: tuple[int, ...], args: tuple, w: Matrix, rows: int, epilogue: Epilogue, **constants
-) -> None:  # fmt: skip
-    x = args[0]
-    assert x.shape[-1] == w.columns and x.is_contiguous(), (x.shape, w.shape)
-    launch(
-        plan.kernel,
-        grid,
-        x.device,
-        *args,
-        N=rows,
-        K=w.columns,
-        **constants,
-        **plan.constants,
-        PREPARE=epilogue.prepare,
-        STORE=epilogue.store,
-        SIZES=epilogue.sizes,
-        warps=plan.warps,
-    )
-
-
-def _vector_or_stream_plan(
-    op: str, x: Tensor, w: Matrix, rows: int, summed: int, products: int
-) -> Plan:
-    """One token. rows: of W, or of each matrix in it. summed: see Stack. products: how many there
-    are, with different matrices."""
-    format = format_of(w)
-    aligned = x.element_size() == 2 and x.data_ptr() % 16 == 0
-    in_half2 = aligned and w.columns % format.neighbours == 0
-    side_by_side = summed == 1 or w.columns % format.whole == 0  # COLUMNS says where columns are
-    if in_half2 and format.stream_load and side_by_side:
-        return _stream_plan(op, w, format, rows, summed, products)
-    return _vector_plan(op, w, format, in_half2, rows)
-
-
-def _vector_plan(op: str, w: Matrix, format: Format, in_half2: bool, rows: int) -> Plan:
-    """in_half2: whether x allows products in half precision."""
-    K = w.columns
-    sizes = vector_sizes(w.data.device, w.bits, op, K)
-    least = 32 * format.neighbours  # columns that a warp takes at once
-    block = min(sizes.block, max(least, triton.next_power_of_2(K)))
-    warps = min(sizes.warps, max(1, block // least))
-    asm = None
-    if in_half2 and format.half2 and block >= least * warps:
-        asm = half2_asm(format.half2)
-    constants = dict(
-        ROWS=sizes.rows, BLOCK=block, HALF2_ASM=asm, PEAK=format.peak, **format.decoding()
-    )
-    return Plan(_vector_kernel, triton.cdiv(rows, sizes.rows), warps, constants)
-
-
-def _stream_plan(op: str, w: Matrix, format: Format, rows: int, summed: int, products: int) -> Plan:
-    device, K = w.data.device, w.columns * summed
-    sizes = stream_sizes(device, w.bits, op, K)
-    block = stream_block(sizes.block, K)
-    programs = processors(device) * sizes.programs
-    tiles = min(32, triton.cdiv(rows * products, sizes.rows * programs))
-    constants = dict(
-        ROWS=sizes.rows,
-        TILES=tiles,
-        BLOCK=block,
-        STAGES=sizes.stages,
-        LOAD=format.stream_load,
-        SUMS=format.stream_sums,
-        GROUP=format.group,
-        SCALES=format.scales_of,
-        COLUMNS=format.columns,
-        GAIN=format.gain,
-        SUM_X=format.sum_x,
-        PEAK=format.peak,
-    )
-    return Plan(stream_kernel, triton.cdiv(rows, sizes.rows * tiles), block // 2048, constants)
-
-
-def stream_block(block: int, columns: int) -> int:
-    """How many columns a program takes at a time: no more than there are, but at least a third of
-    them, since x stays in registers."""
-    block = min(block, max(2048, triton.next_power_of_2(columns)))
-    return max(block, triton.next_power_of_2(triton.cdiv(columns, 3)))
-
-
-def _few_plan(op: str, x: Tensor, w: Matrix, rows: int, T: int) -> Plan | None:
-    """Several tokens. rows: of W, or of each matrix in it. Returns None for another way to compute
-    the product."""
-    K = w.columns
-    if T > MAX_FEW or x.dtype not in (torch.float16, torch.bfloat16):
-        return None
-    tokens = 8 if T <= 8 else MAX_FEW
-    sizes = few_sizes(x.device, w.bits, op, K, tokens)
-    if sizes is None:
-        return None
-    each = triton.next_power_of_2(16 * 8 // w.bits)  # weights that a thread loads at once
-    warps = min(sizes.warps, max(1, triton.next_power_of_2(K) // (4 * each * sizes.steps)))
-    few = sizes._replace(warps=warps)
-    constants = dict(TOKENS=tokens, EACH=each, FEW=few, **format_of(w).decoding())
-    return Plan(_few_kernel, triton.cdiv(rows, sizes.rows), warps, constants)
-
-
-# ---- the product of a prompt
-
-
-@jit
-def _recode_kernel(
-    w, out, scales, N, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, LOAD: tl.constexpr,
-    GROUP: tl.constexpr, VALUES: tl.constexpr, SCALES: tl.constexpr, COLUMNS: tl.constexpr,
-    GAIN: tl.constexpr, ENCODE: tl.constexpr, BOUND: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Decode BLOCK columns of ROWS rows to the type of `out` or, where there are scales, to E4M3
-    codes and the rows' scales."""
-    gdc_launch_dependents(PDL)
-    rows = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), N - 1).to(tl.int64)
-    k = tl.program_id(1) * BLOCK
-    tile = LOAD(w, rows[:, None] * K, k, K - k, BLOCK, 8, GROUP)
-    y = VALUES(tile, SCALES).to(tl.float32).reshape(ROWS, BLOCK // 8, 8)
-    offs_k = k + tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    mask = (offs_k < K)[None, :, :]
-    pointers = out + rows[:, None, None] * K + columns_of(offs_k, K, COLUMNS)[None, :, :]
-    scale = tl.full([ROWS], 1.0, tl.float32)
-    if GAIN is not None:
-        scale = row_scale(w, rows, rows >= 0, GAIN)
-    gdc_wait(PDL)  # only now, since no kernel writes weights
-    if scales is None:
-        tl.store(pointers, (y * scale[:, None, None]).to(out.dtype.element_ty), mask=mask)
-    else:
-        tl.store(pointers, ENCODE(y * (256.0 / BOUND)), mask=mask)
-        tl.store(scales + rows, scale * (BOUND / 256.0))
-
-
-def _recode(w: Matrix, out: Tensor, scales: Tensor | None) -> None:
-    N, K = w.shape
-    format = format_of(w)
-    block = min(4096, triton.next_power_of_2(K))
-    rows = 4096 // block
-    launch(
-        _recode_kernel,
-        (triton.cdiv(N, rows), triton.cdiv(K, block)),
-        out.device,
-        w.tensors,
-        out,
-        scales,
-        N,
-        K=K,
-        ROWS=rows,
-        BLOCK=block,
-        **format.decoding(),
-        ENCODE=E4M3.on(out.device).encode_tile,
-        BOUND=format.bound,
-        warps=4,
-    )
-
-
-def as_e4m3(w: Matrix) -> Matrix:
-    """W with weights rounded to E4M3, if they are not stored in that format."""
-    if w.format is E4M3:
-        return w
-    tensors = E4M3.empty(*w.shape, w.data.device)
-    _recode(w, *tensors)
-    return Matrix(tensors, E4M3)
-
-
-def dense_for(w: Matrix, x: Tensor) -> Tensor:
-    """W [N, K] in the type of x, decoded on a GPU if it has a format."""
-    if not w.format:
-        return w.data
-    out = x.new_empty(w.rows, w.columns)
-    _recode(w, out, None)
-    return out
-
-
-@cache
-def _cublas_scales_rows(device: torch.device) -> bool:
-    """Whether cuBLAS multiplies 8-bit floats with one scale per row, as it does on Hopper from CUDA
-    12.9 on: E4M3 by either format, into any type. Elsewhere torch has its own kernel, for E4M3,
-    whose result is bfloat16."""
-    version = tuple(map(int, (torch.version.cuda or "0").split(".")))
-    return device.type == "cuda" and capability(device) // 10 == 9 and version >= (12, 9)
-
-
-def on_tensor_cores(w: Matrix, accumulate: str = "auto") -> bool:
-    """Whether 8-bit tensor cores multiply a prompt. They take 8-bit floats as they are, and formats
-    that allow it recoded as E4M3, unless `accumulate` asks for the most precise sums."""
-    if not w.format or w.rows % 16 or w.columns % 16:
-        return False
-    if isinstance(w.format, Float8):
-        multiplied = w.format
-    elif w.format.bound > 0 and accumulate != "fp32":
-        multiplied = E4M3
-    else:
-        return False
-    device = w.data.device
-    return multiplied.on(device) is E4M3_NATIVE or _cublas_scales_rows(device)
-
-
-def tensor_core_linear(
-    codes: Tensor,
-    scales: Tensor,
-    w: Matrix,
-    dtype: torch.dtype,
-    accumulate: str,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """x W^T on 8-bit tensor cores, x given as codes and scales: [T, K] -> [T, N], in dtype where
-    the library supports that. With a residual, the product is added to it in place.
-
-    Hopper's tensor cores accumulate products of 8-bit floats with about 14 bits, unless the sums
-    are moved to fp32 registers every few products (accumulate "fp32"), which costs a tenth of the
-    speed. The error, a mean square of 2e-6 to 6e-6 of the result's, is a hundredth of that from
-    rounding the activations."""
-    if not isinstance(w.format, Float8):
-        w = as_e4m3(w)
-    y = torch._scaled_mm(
-        codes.view(E4M3.dtype),
-        w.data.view(w.format.dtype).t(),
-        scales,
-        w.tensors[1].t(),
-        out_dtype=dtype if _cublas_scales_rows(w.data.device) else torch.bfloat16,
-        use_fast_accum=accumulate != "fp32",
-    )
-    return y if residual is None else residual.add_(y)
-
-
-def library_product(
-    x: Tensor, norm: Tensor | None, w: Matrix, eps: float, accumulate: str, residual: Tensor | None = None
-) -> Tensor:  # fmt: skip
-    """rmsnorm(x) W^T, or x W^T without a norm, by the library, for T > 1; added in place to the
-    residual, if there is one. accumulate="fp16" sums in half precision, which is twice as fast on
-    GeForce tensor cores; a sum that overflows is inf in the library, and 65504 here."""
-    if on_tensor_cores(w, accumulate):
-        codes, scales = encode_rows(x, norm, eps)
-        y = tensor_core_linear(codes, scales, w, x.dtype, accumulate, residual)
-        return y if w.bias is None else y.add_(w.bias)
-    x = _normed(x, norm, eps)
-    dense = dense_for(w, x)
-    if accumulate != "fp16":
-        return _dense_product(x, dense, w.bias, residual)
-    # A global switch of torch's, off by default
-    torch.backends.cuda.matmul.allow_fp16_accumulation = True
-    try:
-        return _dense_product(x, dense, w.bias, residual).clamp_(-65504.0, 65504.0)
-    finally:
-        torch.backends.cuda.matmul.allow_fp16_accumulation = False
-
-
-def _dense_product(
-    x: Tensor, dense: Tensor, bias: Tensor | None, residual: Tensor | None
-) -> Tensor:
-    if residual is None:
-        return functional.linear(x, dense, bias)
-    residual.addmm_(x, dense.t())
-    return residual if bias is None else residual.add_(bias)
-
 
 # ---- embedding: x = table[tokens[pos : pos + T]]. tokens int32 [S], table [V, C] -> [T, C]
 
@@ -895,77 +100,6 @@ def embedding(T: int, table: Tensor, state: StateView) -> Tensor:
     args = (state.tokens, state.device_pos, table, out)
     launch(_embedding_kernel, (T, triton.cdiv(C, 1024)), out.device, *args, C=C, BLOCK=1024)
     return out
-
-
-# ---- rmsnorm: y = x / sqrt(mean(x^2) + eps) * weight  (Zhang and Sennrich, 2019)
-#      x [T, C], weight [C] -> [T, C]
-
-
-# For addcmul, which multiplies three factors and rounds once
-ZEROS = {t: torch.zeros((), dtype=t) for t in (torch.float32, torch.float16, torch.bfloat16)}
-
-
-def rmsnorm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if x.is_cpu and x.numel() == weight.numel():
-        return _rmsnorm_row(x, weight, eps)
-    return functional.rms_norm(x, weight.shape, weight, eps)
-
-
-def _rmsnorm_row(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """One token on a CPU, in two calls of torch, whose own function makes a dozen."""
-    length = float(torch.linalg.vector_norm(x, dtype=torch.float32))
-    rms = math.sqrt(length**2 / x.numel() + eps)
-    return torch.addcmul(ZEROS[x.dtype], x, weight, value=1 / max(rms, 1e-30))  # eps may be 0
-
-
-@jit
-def _rmsnorm_kernel(
-    x, weight, out, scales, eps,
-    C: tl.constexpr, BLOCK: tl.constexpr, ENCODE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Normalise a row, if there is a weight, and store it in the type of `out`; if there are
-    scales, as E4M3 codes with one scale for the row, by which its largest magnitude becomes 448."""
-    gdc_launch_dependents(PDL)
-    offs_c = tl.arange(0, BLOCK)
-    if weight is not None:
-        weights = tl.load(weight + offs_c, mask=offs_c < C, other=0.0).to(tl.float32)
-    gdc_wait(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    y = tl.load(x + row * C + offs_c, mask=offs_c < C, other=0.0).to(tl.float32)
-    if weight is not None:
-        y = y * tl.rsqrt(tl.sum(y * y) / C + eps) * weights
-    if scales is None:
-        tl.store(out + row * C + offs_c, y.to(out.dtype.element_ty), mask=offs_c < C)
-    else:
-        peak = tl.maximum(tl.max(tl.abs(y)), 1e-30)
-        tl.store(out + row * C + offs_c, ENCODE(y * (448 / peak)), mask=offs_c < C)
-        tl.store(scales + row, peak / 448)
-
-
-def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    out = torch.empty_like(x)
-    _launch_rmsnorm(x, weight, eps, out, None)
-    return out
-
-
-def encode_rows(x: Tensor, weight: Tensor | None = None, eps: float = 0.0) -> tuple[Tensor, Tensor]:
-    """x [T, C], normalised where there is a weight, as E4M3 codes, int8 [T, C], and scales, float32
-    [T, 1]."""
-    codes = torch.empty_like(x, dtype=torch.int8)
-    scales = x.new_empty(len(x), 1, dtype=torch.float32)
-    _launch_rmsnorm(x, weight, eps, codes, scales)
-    return codes, scales
-
-
-def _launch_rmsnorm(
-    x: Tensor, weight: Tensor | None, eps: float, out: Tensor, scales: Tensor | None
-) -> None:
-    T, C = x.shape
-    assert x.is_contiguous() and (weight is None or weight.shape == (C,)), x.shape
-    block = triton.next_power_of_2(C)
-    warps = min(16, max(1, block // 512))
-    sizes = dict(C=C, BLOCK=block, ENCODE=E4M3.on(x.device).encode_tile, warps=warps)
-    launch(_rmsnorm_kernel, (T,), x.device, x, weight, out, scales, eps, **sizes)
 
 
 # ---- rope: pairs of neighbours (x[2i], x[2i+1]) rotated by an angle  (Su et al., 2021)
@@ -1125,7 +259,7 @@ def rmsnorm_qkv_rope(
         epilogue = Epilogue(_prepare_rope, _store_rope, args, sizes)
     else:
         qkv = x.new_empty(T if T <= MAX_FEW else 0, layer.wqkv.rows, dtype=torch.float32)
-        epilogue = Epilogue(_prepare_rows, _store_linear, (qkv,))
+        epilogue = Epilogue(prepare_rows, store_rows, (qkv,))
     if not launch_product("rmsnorm_qkv_rope", x, norm, layer.wqkv, eps, epilogue):
         qkv = library_product(x, norm, layer.wqkv, eps, accumulate)
     if qkv is not None:
@@ -1175,27 +309,6 @@ def linear_add_ref(x: Tensor, w: Matrix, residual: Tensor, routes: Routes | None
     return residual.copy_(residual.float() + slots.sum(1, dtype=torch.float32))
 
 
-@jit
-def _prepare_rows(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
-    """The indices that _store_linear needs. Were they computed after the product, ptxas would load
-    W later, which costs 1% with several tokens."""
-    return places(row, ROWS, TOKENS)
-
-
-@jit
-def _store_linear(
-    args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
-):
-    """Store y in args[0] [T, N]."""
-    rows, t = ready
-    tl.store(args[0] + t * N + rows, y.to(args[0].dtype.element_ty), mask=(rows < N) & (t < T))
-
-
-def slots_added(routes: Routes, residual: Tensor) -> Stack:
-    """One token: the matrices in w2 whose products are added to the residual [1, C]."""
-    return Stack(routes.ids[0], residual.shape[1], routes.ids.shape[1])
-
-
 def linear_add(
     x: Tensor,
     w: Matrix,
@@ -1207,7 +320,7 @@ def linear_add(
     rows = w.rows if routes is None else residual.shape[1]
     fits = residual.shape == (len(x), rows) and residual.is_contiguous()
     assert fits, (residual.shape, x.shape, w.shape)
-    epilogue = Epilogue(_prepare_rows, _store_linear, (residual,), added=0)
+    epilogue = Epilogue(prepare_rows, store_rows, (residual,), added=0)
     if routes is not None and len(x) == 1:
         stack = slots_added(routes, residual)
         launch_single("experts_linear_add", x[0], None, w, 0.0, epilogue, stack)
@@ -1216,7 +329,7 @@ def linear_add(
         y = x.new_empty(*routes.ids.shape, rows)
         epilogue = (experts.prepare_slots, experts.store_slots)
         x = x.view(-1, w.columns)
-        _launch_experts("experts_linear_add", x, None, w, 0.0, accumulate, routes, y, *epilogue)
+        launch_experts("experts_linear_add", x, None, w, 0.0, accumulate, routes, y, *epilogue)
         return experts.add_slots(y, residual)
     if launch_product("linear_add", x, None, w, 0.0, epilogue):
         return residual
@@ -1249,7 +362,7 @@ def rmsnorm_swiglu_ref(
 
 @jit
 def _prepare_halves(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
-    """The indices that _store_swiglu needs, computed early as in _prepare_rows."""
+    """The indices that _store_swiglu needs, computed early as in prepare_rows."""
     return places(row // 2, ROWS // 2, TOKENS)
 
 
@@ -1281,44 +394,6 @@ def _swiglu_kernel(ab, out, F, BLOCK: tl.constexpr, FP16_SUMS: tl.constexpr, PDL
     tl.store(pointers, y.to(out.dtype.element_ty), mask=mask)
 
 
-@jit
-def _prepare_slot(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
-    """The places in h [k, F], and the slot's weight; the router has ended by now (see
-    first_rows)."""
-    slot = tl.program_id(1)
-    return row // 2 + tl.arange(0, ROWS // 2), slot, tl.load(args[1] + slot, cache_modifier=".cg")
-
-
-@jit
-def _store_slot(
-    args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
-):
-    """Store silu(a) * b of neighbouring rows a and b, times the slot's weight, in args[0] [k, F].
-    From row N on, nothing is stored."""
-    offs_f, slot, weight = ready
-    a, b = even_and_odd(y, ROWS, TOKENS)
-    h = (silu_mul(a, b) * weight).to(args[0].dtype.element_ty)
-    tl.store(args[0] + slot * SIZES.F + offs_f, h, mask=offs_f < N // 2)
-
-
-class Hidden(NamedTuple):
-    """The size that _store_slot needs."""
-
-    F: int
-
-
-def _experts_swiglu(
-    x: Tensor, norm: Tensor, w13: Matrix, eps: float, routes: Routes, F: int
-) -> Tensor:
-    """One token: h [1, k, F], times the weights."""
-    k = routes.ids.shape[1]
-    out = x.new_empty(1, k, F)
-    epilogue = Epilogue(_prepare_slot, _store_slot, (out, routes.weights), Hidden(F))
-    stack = Stack(routes.ids[0], 2 * F, 1)
-    launch_single("experts_swiglu", x, norm, w13, eps, epilogue, stack)
-    return out
-
-
 def rmsnorm_swiglu(
     x: Tensor,
     layer: LayerView,
@@ -1330,12 +405,12 @@ def rmsnorm_swiglu(
     T, F = len(x), layer.w13.rows // 2
     norm, eps = layer.ffn_norm, state.norm_eps
     if routes is not None and T == 1:
-        return _experts_swiglu(x, norm, layer.w13, eps, routes, F // layer.router.rows)
+        return experts_swiglu(x, norm, layer.w13, eps, routes, F // layer.router.rows)
     if routes is not None:
         w13 = layer.w13
         h = x.new_empty(*routes.ids.shape, F // layer.router.rows)
         epilogue = (experts.prepare_hidden, experts.store_hidden)
-        _launch_experts("experts_swiglu", x, norm, w13, eps, accumulate, routes, h, *epilogue)
+        launch_experts("experts_swiglu", x, norm, w13, eps, accumulate, routes, h, *epilogue)
         return h
     out = x.new_empty(T, F)
     epilogue = Epilogue(_prepare_halves, _store_swiglu, (out,))
@@ -1358,7 +433,7 @@ def rmsnorm_linear(
     x: Tensor, norm: Tensor, w: Matrix, state: StateView, out: Tensor, *, accumulate: str = "auto"
 ) -> Tensor:
     assert out.shape == (len(x), w.rows) and out.is_contiguous(), (out.shape, x.shape, w.shape)
-    epilogue = Epilogue(_prepare_rows, _store_linear, (out,))
+    epilogue = Epilogue(prepare_rows, store_rows, (out,))
     if launch_product("rmsnorm_linear", x, norm, w, state.norm_eps, epilogue):
         return out
     return out.copy_(library_product(x, norm, w, state.norm_eps, accumulate))

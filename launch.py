@@ -205,33 +205,6 @@ def rows_of_program(pid, blocks, heads_at_once, H):
     return blocks - 1 - rest // heads, first + rest % heads
 
 
-# What epilogues share (kernels.Epilogue)
-
-
-@jit
-def places(row, COUNT: tl.constexpr, TOKENS: tl.constexpr):
-    """For an epilogue: the indices of COUNT rows from `row` on, and those of the tokens, in shapes
-    that broadcast."""
-    if TOKENS == 1:
-        return row + tl.arange(0, COUNT), row * 0
-    else:
-        return row + tl.arange(0, COUNT)[:, None], tl.arange(0, TOKENS)[None, :]
-
-
-@jit
-def even_and_odd(y, ROWS: tl.constexpr, TOKENS: tl.constexpr):
-    """The even and the odd rows of y."""
-    if TOKENS == 1:
-        return tl.split(y.reshape(ROWS // 2, 2))
-    else:
-        return tl.split(y.reshape(ROWS // 2, 2, TOKENS).permute(0, 2, 1))
-
-
-@jit
-def silu_mul(a, b):
-    return a / (1.0 + tl.exp(-a)) * b
-
-
 # ---- launch sizes: launch.json, which dev/tune.py writes for another card
 
 
@@ -248,7 +221,7 @@ class StreamSizes(NamedTuple):
     """How extra/stream.py divides such a product. There are `programs` programs for each SM,
     with a warp for every 2048 columns of a block. A program loops over tiles of `rows` rows, of
     which `stages` - 1 are in flight. The launcher enlarges `block` if three blocks do not cover a
-    row (kernels.stream_block)."""
+    row (products.stream_block)."""
 
     rows: int
     block: int

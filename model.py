@@ -21,6 +21,7 @@ from extra.cpu import storage_dtype
 from extra.parallel import Exchange, Ranks, make_exchange
 from formats import Format, Matrix
 from launch import Scratch, compile_kernels
+from products import fit_norm
 from sampling import Sampler, Sampling
 
 CACHES = 32 << 20  # bytes of weights that the caches of a CPU hold
@@ -213,9 +214,9 @@ class Llama:
             self.ops = self.ranks.cut_ops(self.ops, self.exchange, fp16_sums)
         if self.backend == "triton":
             for layer in w.layers:
-                kernels.fit_norm(layer.attention_norm, layer.wqkv)
-                layer.router_gain *= kernels.fit_norm(layer.ffn_norm, layer.w13)
-            kernels.fit_norm(w.norm, w.output)
+                fit_norm(layer.attention_norm, layer.wqkv)
+                layer.router_gain *= fit_norm(layer.ffn_norm, layer.w13)
+            fit_norm(w.norm, w.output)
 
     def check(self, prompt: list[int]) -> None:
         """Raise TypeError for a prompt that is not a list of ids, ValueError if it is empty or

@@ -76,6 +76,7 @@ import formats
 import fp8
 import kernels
 import launch
+import products
 import run
 import sampling
 import serve
@@ -488,19 +489,19 @@ def as_if_on(arch: int) -> None:
     current = dict(device=0, stream=0, target=target)
     functions = {f"get_current_{k}": lambda *_, value=v: value for k, v in current.items()}
     driver.set_active(SimpleNamespace(**functions))
-    ours = (launch, kernels, attention, hopper, sampling, fp8, int4, experts, training, parallel)
-    for module in ours:
+    ours = (launch, kernels, products, attention, hopper, sampling, fp8, int4, experts)
+    for module in (*ours, training, parallel):
         module.capability, module.processors = lambda device: arch, lambda device: 132
 
 
 def launch_all(dtype: torch.dtype, arch: int) -> None:
     """Launch the ops with shapes that reach every kernel."""
-    kernels.few_sizes = lambda *_: launch.FewSizes(16, 8, 4, 8, 1)  # one tile, which compiles fast
-    kernels.vector_sizes = lambda *_: launch.VectorSizes(2, 512, 2)
+    products.few_sizes = lambda *_: launch.FewSizes(16, 8, 4, 8, 1)  # one tile, which compiles fast
+    products.vector_sizes = lambda *_: launch.VectorSizes(2, 512, 2)
     several = launch.StreamSizes(2, 2048, 3, 3)  # rows, and blocks of a row
     one_block = launch.StreamSizes(1, 4096, 3, 3)
     half = dtype == torch.float16  # bf16 is left out where only sizes differ
-    kernels.stream_sizes = lambda _, bits, op, K: (
+    products.stream_sizes = lambda _, bits, op, K: (
         several if half and op == "rmsnorm_swiglu" else one_block
     )
     attention.few_rows_sizes = lambda device: launch.SplitSizes(1, 64, 4, 1, 128)
@@ -535,7 +536,7 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
     layer = SimpleNamespace(ffn_norm=new(4096), w13=blank(66, 4096, INT4))
     kernels.fused.rmsnorm_swiglu(new(1, 4096), layer, SimpleNamespace(norm_eps=1e-5))
     codes, scales = new(66, 4096, dtype=torch.int8), new(66, 1, dtype=torch.float32)
-    kernels._recode(layer.w13, codes, scales)
+    products.recode(layer.w13, codes, scales)
     for T, form in ((1, None), (100, None), (1, E4M3))[: 3 if half else 2]:
         run_ops(["rmsnorm_qkv_rope"], T, (8, 2, 128), form, qk_norm=new(2, 128))
     C, F, V = 1024, 5504, 600
@@ -557,7 +558,7 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
         h = kernels.fused.rmsnorm_swiglu(new(T, 512), layer, state, routes)
         kernels.fused.linear_add(h, layer.w2, new(T, 512), routes)
     for norm in (None, new(512)):
-        kernels.encode_rows(new(3, 512), norm, 1e-5)
+        products.encode_rows(new(3, 512), norm, 1e-5)
     for T, D in ((1, 128), (100, 128 if half else 64)):
         x, layer, state = op_arguments("rmsnorm_qkv_rope", dtype, (8, 8, D), T, 300, 500)[0]
         k, v = (new(8, 500, D, dtype=torch.int8) for _ in range(2))
@@ -618,7 +619,7 @@ def compile_kernels(arch: int) -> None:
     if arch == 89:
         assert "_vector_kernel" in compiled
         return
-    modules = (kernels, attention, experts, sampling, parallel, training)
+    modules = (kernels, products, attention, experts, sampling, parallel, training)
     modules += (hopper,) if arch == 90 else ()
     every = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     assert compiled == every | {"few_attention_kernel"}, "launch_all has to launch these as well"
@@ -1242,8 +1243,8 @@ def test_qkv_into_caches_of_2_31_values(T):
     *itertools.product((2, 8, 9, 16), ((16, 2, 2, 4, 1), (32, 4, 2, 8, 2), (64, 1, 4, 16, 3))),
 ], ids=str)  # fmt: skip
 def test_products_do_not_depend_on_launch_sizes(T, sizes, monkeypatch):
-    monkeypatch.setattr(kernels, "vector_sizes", lambda *_: launch.VectorSizes(*sizes))
-    monkeypatch.setattr(kernels, "few_sizes", lambda *_: launch.FewSizes(*sizes))
+    monkeypatch.setattr(products, "vector_sizes", lambda *_: launch.VectorSizes(*sizes))
+    monkeypatch.setattr(products, "few_sizes", lambda *_: launch.FewSizes(*sizes))
     cases = [(op, *op_arguments(op, torch.float16, (4, 1, 8), T, 5)) for op in PRODUCTS]
     half = functools.partial(randn, dtype=torch.float16)
     if T > 1:  # rows of several tiles
@@ -1799,8 +1800,8 @@ def test_products_in_half_precision_with_large_norms(peak):
         x[0, :spread] = 100.0
         (w,) = encoded([Matrix(torch.full((16, K), 448.0, device=DEVICE))], E4M3)
         x, plain = x.half().to(DEVICE), (norm.float(), dense(w))
-        kernels.fit_norm(norm, w)
-        assert norm.max() <= kernels.NORM_LIMIT
+        products.fit_norm(norm, w)
+        assert norm.max() <= products.NORM_LIMIT
         state = SimpleNamespace(norm_eps=1e-5)
         out, exact = (torch.empty(1, 16, device=DEVICE) for _ in range(2))
         kernels.rmsnorm_linear_ref(x.float(), *plain, state, exact)
@@ -1863,7 +1864,7 @@ def test_8_bit_tensor_cores_multiply_a_prompt(form, dtype, accumulate):
     err less."""
     x, w = randn(80, 256, dtype=dtype), Matrix(randn(512, 256, dtype=torch.float16, scale=1 / 16))
     (w,) = encoded([w], FORMATS[form])
-    if not kernels.on_tensor_cores(w):
+    if not products.on_tensor_cores(w):
         pytest.skip("this GPU has none")
     residual = randn(80, 512, dtype=dtype)
     y = kernels.linear_add(x, w, added := residual.clone(), accumulate=accumulate)
@@ -1872,7 +1873,7 @@ def test_8_bit_tensor_cores_multiply_a_prompt(form, dtype, accumulate):
 
 def test_activations_as_codes():
     x = randn(5, 300, dtype=torch.float16) * torch.logspace(-3, 3, 5, device=DEVICE)[:, None].half()
-    codes, scales = kernels.encode_rows(x)
+    codes, scales = products.encode_rows(x)
     peak = x.float().abs().amax(1, keepdim=True)
     assert torch.allclose(scales, peak / 448)
     # x / scales would round differently; half-way between two codes, the rounding of 448 / peak
@@ -1880,7 +1881,7 @@ def test_activations_as_codes():
     exact = [E4M3.round(x.float() * (448 / peak) * (1 + bit)) for bit in (0, 2**-23, -(2**-23))]
     assert torch.stack([codes == nearest for nearest in exact]).any(0).all()
     x, norm = x.float(), randn(300, dtype=torch.float32)
-    (codes, scales), exact = kernels.encode_rows(x, norm, 1e-5), kernels.rmsnorm_ref(x, norm, 1e-5)
+    (codes, scales), exact = products.encode_rows(x, norm, 1e-5), kernels.rmsnorm_ref(x, norm, 1e-5)
     assert torch.allclose(scales, exact.abs().amax(1, keepdim=True) / 448)
     nearest = E4M3.floats(E4M3.round(exact / scales))
     # a value half-way between two codes may go to either
@@ -1892,7 +1893,7 @@ def test_int4_recoded_as_e4m3(K):
     N = 67  # which the rows of a program do not divide
     w = int4_matrix(N, K)
     recoded = E4M3.empty(N, K, w.data.device)
-    kernels._recode(w, *recoded)
+    products.recode(w, *recoded)
     # three bits of mantissa: 2^-8 / 12 to 2^-6 / 12
     assert nmse(E4M3.decoded(recoded), w.dense()) < 2.0**-10
 
@@ -1963,8 +1964,8 @@ def test_4_bits_lose_little(spread, bound):
 def test_products_with_4_bit_matrices(dtype, T, monkeypatch):
     """Several tiles of rows for each program, the last one with fewer; rows of one block of
     columns, of several, of one that ends early, and of an odd number of groups."""
-    monkeypatch.setattr(kernels, "stream_sizes", lambda *_: launch.StreamSizes(4, 2048, 1, 3))
-    monkeypatch.setattr(kernels, "processors", lambda device: 3)
+    monkeypatch.setattr(products, "stream_sizes", lambda *_: launch.StreamSizes(4, 2048, 1, 3))
+    monkeypatch.setattr(products, "processors", lambda device: 3)
     state = SimpleNamespace(norm_eps=1e-5)
     # weights are decoded to halves; a token's sums are halves, and its norm is not as large as
     # fit_norm has it
@@ -1982,8 +1983,8 @@ def test_products_with_4_bit_matrices(dtype, T, monkeypatch):
 
 def test_heads_of_a_4_bit_matrix(monkeypatch):
     """Several programs share a head, each with fewer rows than its vectors hold."""
-    monkeypatch.setattr(kernels, "stream_sizes", lambda *_: launch.StreamSizes(2, 2048, 8, 3))
-    monkeypatch.setattr(kernels, "processors", lambda device: 3)
+    monkeypatch.setattr(products, "stream_sizes", lambda *_: launch.StreamSizes(2, 2048, 8, 3))
+    monkeypatch.setattr(products, "processors", lambda device: 3)
     N, C, D, dtype = 5 * 48, 320, 48, torch.float16
 
     def draw(has_norm: bool, has_bias: bool) -> tuple:
@@ -2079,7 +2080,7 @@ def test_experts_equal_their_reference(dtype, form, T, guarded):
 def test_grouped_products_do_not_depend_on_launch_sizes(monkeypatch):
     for sizes in ((16, 32, 16, 4, 1), (32, 64, 128, 2, 3), (128, 16, 32, 4, 2)):
         monkeypatch.setattr(
-            kernels, "grouped_sizes", lambda *_, sizes=sizes: launch.GroupedSizes(*sizes)
+            experts, "grouped_sizes", lambda *_, sizes=sizes: launch.GroupedSizes(*sizes)
         )
         arguments = expert_arguments(40, 5, 2, 72, 88, torch.float16)
         check_experts(arguments, torch.float16, None)
@@ -2111,7 +2112,7 @@ def test_norm_that_a_format_moves_and_the_router(monkeypatch):
     """What fit_norm takes out of ffn_norm for w13, the router's logits get back."""
     x, layer, state = expert_arguments(3, 5, 2, 64, 64, format=E4M3)
     before = kernels.reference.route(x, layer, state)
-    layer.router_gain = kernels.fit_norm(layer.ffn_norm, layer.w13)
+    layer.router_gain = products.fit_norm(layer.ffn_norm, layer.w13)
     assert layer.router_gain < 1
     for ops, rows in itertools.product((kernels.reference, kernels.fused), (3, 1)):
         after = ops.route(x[:rows].contiguous(), layer, state)
@@ -7204,7 +7205,7 @@ def test_launch_sizes_of_the_nearest_card(monkeypatch, tmp_path):
         monkeypatch.setattr(launch, "capability", lambda device, arch=arch: arch)
         for bits, op, columns in itertools.product((4, 6, 8), PRODUCTS, range(64, 30_000, 192)):
             sizes = launch.stream_sizes(DEVICE, bits, op, columns)
-            block = kernels.stream_block(sizes.block, columns)
+            block = products.stream_block(sizes.block, columns)
             held = (sizes.stages - 1) * sizes.rows * -(-columns // block) * block * 1.2 * bits / 8
             assert held < kilobytes * 1024, (arch, bits, op, columns)
 

@@ -46,7 +46,7 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     Mutant(
-        "kernels.py",
+        "products.py",
         "tl.sum(y * y) / C + eps)",
         "tl.sum(y * y) / C)",
         "op_equals and bfloat16 and rmsnorm",
@@ -64,13 +64,13 @@ MUTANTS = [
         "op_equals and bfloat16 and qkv_rope",
     ),
     Mutant(
-        "kernels.py",
+        "products.py",
         "return x if norm is None else rmsnorm(x, norm, eps)",
         "return x",
         "products_do_not_depend",
     ),
     Mutant(
-        "kernels.py",
+        "products.py",
         "(acc, 0)\n    if GAIN is not None:",
         "(acc, 0)\n    if False:",
         "products_do_not_depend",

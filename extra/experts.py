@@ -22,23 +22,38 @@ from torch import Tensor
 from torch.nn import functional
 
 from attention import LayerView, StateView
-from formats import Matrix, columns_of, row_scale
+from formats import Matrix, columns_of, format_of, row_scale
+from fp8 import E4M3, E4M3_NATIVE
 from launch import (
     EMULATED,
-    even_and_odd,
     gdc_launch_dependents,
     gdc_wait,
+    grouped_sizes,
     is_last,
     jit,
     launch,
-    places,
-    silu_mul,
     tl,
     triton,
 )
+from products import (
+    MAX_FEW,
+    Among,
+    Epilogue,
+    Plan,
+    Stack,
+    as_e4m3,
+    block_of,
+    encode_rows,
+    even_and_odd,
+    few_plan,
+    launch_plan,
+    launch_single,
+    normed,
+    places,
+    silu_mul,
+)
 
 ROUTER_ROWS = 4  # of a program
-MAX_FEW = 16  # tokens
 
 
 class Routes(NamedTuple):
@@ -284,33 +299,9 @@ def linear_ref(
 #      expert has. So the grid depends on numbers of tokens only, and can be captured: the programs
 #      beyond the last block end at once.
 #
-#      Up to 16 tokens, kernels._few_kernel multiplies them where launch.json has sizes for it. All
+#      Up to 16 tokens, products._few_kernel multiplies them where launch.json has sizes for it. All
 #      others go through the kernel below, which decodes tiles of W, in any format, or hands E4M3
 #      codes to the tensor cores as they are.
-
-
-class Among(NamedTuple):
-    """The experts among which kernels find theirs."""
-
-    count: int
-    block: int  # the next power of two
-    shared: int  # how many slots have the same row of x
-
-
-@jit
-def block_of(counts, block, SIZE: tl.constexpr, EXPERTS: tl.constexpr):
-    """Among blocks of at most SIZE slots that chose the same expert, the one with this index: its
-    expert, where its slots begin among the sorted ones, and how many they are; 0 or less beyond the
-    last block."""
-    offs_e = tl.arange(0, EXPERTS.block)
-    count = tl.load(counts + offs_e, mask=offs_e < EXPERTS.count, other=0)
-    blocks = (count + SIZE - 1) // SIZE
-    expert = tl.sum((tl.cumsum(blocks, 0) <= block).to(tl.int32), 0)
-    before = offs_e < expert
-    first = (block - tl.sum(tl.where(before, blocks, 0), 0)) * SIZE
-    begin = tl.sum(tl.where(before, count, 0), 0) + first
-    left = tl.sum(tl.where(offs_e == expert, count, 0), 0) - first
-    return expert, begin, tl.minimum(left, SIZE)
 
 
 @jit
@@ -436,3 +427,122 @@ def add_slots(y: Tensor, residual: Tensor) -> Tensor:
     sizes = dict(N=C, SLOTS=k, BLOCK_S=triton.next_power_of_2(k), BLOCK=block)
     launch(_add_slots_kernel, (T, triton.cdiv(C, block)), y.device, y, residual, **sizes)
     return residual
+
+
+# How many slots an expert must have on average, before its 4-bit matrices are recoded for the 8-bit
+# tensor cores: below, that takes longer than it saves
+RECODED_FROM = 16
+
+
+def launch_experts(
+    op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float, accumulate: str,
+    routes: Routes, out: Tensor, prepare: object, store: object,
+) -> None:  # fmt: skip
+    """Several tokens: rmsnorm(x) W^T, or x W^T without a norm, of all slots with their experts'
+    matrices in w, handed to an epilogue that fills `out`. x has a row for each token or each
+    slot."""
+    T, k = routes.ids.shape
+    E = len(routes.counts)
+    among = Among(E, triton.next_power_of_2(E), T * k // len(x))
+    args = (out, routes.weights, routes.order, routes.counts)
+    epilogue = Epilogue(prepare, store, args, among)
+    plan = few_plan(op, x, w, w.rows // E, T)
+    if plan is None:
+        launch_grouped(x, norm, w, eps, accumulate, routes, epilogue)
+        return
+    args = (
+        normed(x, norm, eps),
+        w.tensors,
+        None,
+        T * k,
+        epilogue.args,
+        routes.order,
+        routes.counts,
+    )
+    grid = (plan.programs, min(T * k, E))
+    launch_plan(plan, grid, args, w, w.rows // E, epilogue, EXPERTS=among, ADDED=None)
+
+
+def launch_grouped(
+    x: Tensor, norm: Tensor | None, w: Matrix, eps: float, accumulate: str, routes: Routes,
+    epilogue: Epilogue,
+) -> None:  # fmt: skip
+    """_launch_experts of a prompt."""
+    slots = routes.ids.numel()
+    E = len(routes.counts)
+    rows = w.rows // E
+    tensors = w.tensors
+    x_scales = None
+    if _experts_on_tensor_cores(w, accumulate, slots // E):
+        w = as_e4m3(w)
+        codes, x_scales = encode_rows(x, norm, eps)
+        x = codes.view(E4M3.dtype)
+        tensors = (w.data.view(E4M3.dtype), w.tensors[1])
+    else:
+        x = normed(x, norm, eps)
+    sizes = grouped_sizes(x.device, w.bits, slots // E)
+    constants = dict(
+        TOKENS=sizes.block,
+        ROWS=sizes.rows,
+        BLOCK=sizes.columns * 2 // x.element_size(),
+        STAGES=sizes.stages,
+        **format_of(w).decoding(),
+    )
+    plan = Plan(grouped_kernel, triton.cdiv(rows, sizes.rows), sizes.warps, constants)
+    args = (x, x_scales, tensors, slots, epilogue.args, routes.order, routes.counts)
+    grid = (plan.programs, min(slots, triton.cdiv(slots, sizes.block) + E - 1))
+    launch_plan(plan, grid, args, w, rows, epilogue, EXPERTS=epilogue.sizes)
+
+
+def _experts_on_tensor_cores(w: Matrix, accumulate: str, each: int) -> bool:
+    """Whether 8-bit tensor cores multiply a prompt by experts. Unlike the library's, these sums
+    are never moved to fp32 registers, so "fp32" leaves the tensor cores. each: how many slots an
+    expert has on average."""
+    if accumulate == "fp32" or E4M3.on(w.data.device) is not E4M3_NATIVE:
+        return False
+    if w.format is E4M3:
+        return True
+    return w.format is not None and w.format.bound > 0 and each >= RECODED_FROM
+
+
+@jit
+def _prepare_slot(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
+    """The places in h [k, F], and the slot's weight; the router has ended by now (see
+    first_rows)."""
+    slot = tl.program_id(1)
+    return row // 2 + tl.arange(0, ROWS // 2), slot, tl.load(args[1] + slot, cache_modifier=".cg")
+
+
+@jit
+def _store_slot(
+    args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
+):
+    """Store silu(a) * b of neighbouring rows a and b, times the slot's weight, in args[0] [k, F].
+    From row N on, nothing is stored."""
+    offs_f, slot, weight = ready
+    a, b = even_and_odd(y, ROWS, TOKENS)
+    h = (silu_mul(a, b) * weight).to(args[0].dtype.element_ty)
+    tl.store(args[0] + slot * SIZES.F + offs_f, h, mask=offs_f < N // 2)
+
+
+class Hidden(NamedTuple):
+    """The size that _store_slot needs."""
+
+    F: int
+
+
+def experts_swiglu(
+    x: Tensor, norm: Tensor, w13: Matrix, eps: float, routes: Routes, F: int
+) -> Tensor:
+    """One token: h [1, k, F], times the weights."""
+    k = routes.ids.shape[1]
+    out = x.new_empty(1, k, F)
+    epilogue = Epilogue(_prepare_slot, _store_slot, (out, routes.weights), Hidden(F))
+    stack = Stack(routes.ids[0], 2 * F, 1)
+    launch_single("experts_swiglu", x, norm, w13, eps, epilogue, stack)
+    return out
+
+
+def slots_added(routes: Routes, residual: Tensor) -> Stack:
+    """One token: the matrices in w2 whose products are added to the residual [1, C]."""
+    return Stack(routes.ids[0], residual.shape[1], routes.ids.shape[1])

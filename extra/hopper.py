@@ -277,7 +277,7 @@ def prompt_attention(
 #      16 rows are one side of the tensor core instruction (mma.m16n8k16), the positions the other.
 #      Each warp takes 16 positions at a time and has a softmax of its own over them, so that
 #      nothing passes between warps until the end. No key or value goes through shared memory: as in
-#      kernels.py's product of a few tokens, a thread loads 16 bytes straight into the registers of
+#      products.py's product of a few tokens, a thread loads 16 bytes straight into the registers of
 #      the instruction.
 #
 #      - Keys: neighbouring elements of one position. The instruction may add up their products with
