@@ -56,9 +56,9 @@ from formats import Format, Matrix
 from fp8 import E4M3, E5M2
 from launch import gdc_launch_dependents, gdc_wait, jit, launch, saturated, tl, triton
 from products import (
-    MAX_FEW,
     Epilogue,
     even_and_odd,
+    is_fused,
     launch_product,
     launch_single,
     library_product,
@@ -251,19 +251,18 @@ def rmsnorm_qkv_rope(
     H = layer.wqkv.rows // D - 2 * KH
     sizes = Heads(S, H, KH, D, k_cache.dtype == torch.int8)
     q = x.new_empty(T, H, D)
-    # An epilogue finishes q, k and v. But a norm of q and k needs whole heads, of which an epilogue
-    # gets only some rows: then a second kernel finishes them
-    qkv = None
-    if layer.qk_norm is None:
-        args = (q, k_cache, v_cache, state.rope, state.device_pos)
-        epilogue = Epilogue(_prepare_rope, _store_rope, args, sizes)
-    else:
-        qkv = x.new_empty(T if T <= MAX_FEW else 0, layer.wqkv.rows, dtype=torch.float32)
-        epilogue = Epilogue(prepare_rows, store_rows, (qkv,))
-    if not launch_product("rmsnorm_qkv_rope", x, norm, layer.wqkv, eps, epilogue):
+    product = ("rmsnorm_qkv_rope", x, norm, layer.wqkv, eps)
+    if not is_fused("rmsnorm_qkv_rope", x, layer.wqkv):
         qkv = library_product(x, norm, layer.wqkv, eps, accumulate)
-    if qkv is not None:
-        _launch_rope(qkv, q, layer, state, sizes, accumulate == "fp16")
+    elif layer.qk_norm is None:
+        args = (q, k_cache, v_cache, state.rope, state.device_pos)
+        launch_product(*product, Epilogue(_prepare_rope, _store_rope, args, sizes))
+        return q
+    else:
+        # The norm of q and k needs whole heads, of which an epilogue gets only some rows
+        qkv = x.new_empty(T, layer.wqkv.rows, dtype=torch.float32)
+        launch_product(*product, Epilogue(prepare_rows, store_rows, (qkv,)))
+    _launch_rope(qkv, q, layer, state, sizes, accumulate == "fp16")
     return q
 
 
@@ -331,9 +330,10 @@ def linear_add(
         x = x.view(-1, w.columns)
         launch_experts("experts_linear_add", x, None, w, 0.0, accumulate, routes, y, *epilogue)
         return experts.add_slots(y, residual)
-    if launch_product("linear_add", x, None, w, 0.0, epilogue):
-        return residual
-    return library_product(x, None, w, 0.0, accumulate, residual)
+    if not is_fused("linear_add", x, w):
+        return library_product(x, None, w, 0.0, accumulate, residual)
+    launch_product("linear_add", x, None, w, 0.0, epilogue)
+    return residual
 
 
 # ---- rmsnorm_swiglu: silu(a) * b with a, b = rmsnorm(x) W1^T, rmsnorm(x) W3^T  (Shazeer, 2020)
@@ -413,8 +413,10 @@ def rmsnorm_swiglu(
         launch_experts("experts_swiglu", x, norm, w13, eps, accumulate, routes, h, *epilogue)
         return h
     out = x.new_empty(T, F)
-    epilogue = Epilogue(_prepare_halves, _store_swiglu, (out,))
-    if not launch_product("rmsnorm_swiglu", x, norm, layer.w13, eps, epilogue):
+    if is_fused("rmsnorm_swiglu", x, layer.w13):
+        epilogue = Epilogue(_prepare_halves, _store_swiglu, (out,))
+        launch_product("rmsnorm_swiglu", x, norm, layer.w13, eps, epilogue)
+    else:
         ab = library_product(x, norm, layer.w13, eps, accumulate)
         sizes = dict(BLOCK=1024, FP16_SUMS=accumulate == "fp16")
         launch(_swiglu_kernel, (T, triton.cdiv(F, 1024)), x.device, ab, out, F, **sizes)
@@ -433,10 +435,11 @@ def rmsnorm_linear(
     x: Tensor, norm: Tensor, w: Matrix, state: StateView, out: Tensor, *, accumulate: str = "auto"
 ) -> Tensor:
     assert out.shape == (len(x), w.rows) and out.is_contiguous(), (out.shape, x.shape, w.shape)
+    if not is_fused("rmsnorm_linear", x, w):
+        return out.copy_(library_product(x, norm, w, state.norm_eps, accumulate))
     epilogue = Epilogue(prepare_rows, store_rows, (out,))
-    if launch_product("rmsnorm_linear", x, norm, w, state.norm_eps, epilogue):
-        return out
-    return out.copy_(library_product(x, norm, w, state.norm_eps, accumulate))
+    launch_product("rmsnorm_linear", x, norm, w, state.norm_eps, epilogue)
+    return out
 
 
 # ---- the table of ops: the reference of each, and the fused one

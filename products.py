@@ -39,6 +39,7 @@ from formats import (
 from fp8 import E4M3, E4M3_NATIVE, Float8
 from launch import (
     EMULATED,
+    FewSizes,
     capability,
     constexpr,
     few_sizes,
@@ -194,20 +195,34 @@ class Stack(NamedTuple):
     """Matrices of equal shape in one Matrix, one after the other, and which of them a product of
     one token takes."""
 
-    ids: Tensor  # int32 [k]
+    ids: Tensor | None  # int32 [k]; None if there is a single matrix
     rows: int  # of each matrix
     # How many parts x has, [summed, K], one for each matrix; their products are added up. With 1,
     # x [1, K] is multiplied by each of k matrices. The epilogue then finds the matrix's slot in
     # program_id(1)
     summed: int
 
+    @property
+    def products(self) -> int:
+        """How many there are, with different matrices."""
+        return 1 if self.ids is None or self.summed > 1 else len(self.ids)
 
-class Among(NamedTuple):
-    """The experts among which kernels find theirs."""
+
+class Experts(NamedTuple):
+    """What kernels need to know of a stack of experts' matrices."""
 
     count: int
-    block: int  # the next power of two
+    padded: int  # the next power of two
     shared: int  # how many slots have the same row of x
+
+
+class Slots(NamedTuple):
+    """What several tokens take of such a stack. A slot is one of the places of a token, each of
+    which has an expert."""
+
+    order: Tensor  # int32 [T k]: the slots, sorted by expert
+    counts: Tensor  # int32 [E]: how many slots each expert has
+    experts: Experts
 
 
 @jit
@@ -215,7 +230,7 @@ def block_of(counts, block, SIZE: tl.constexpr, EXPERTS: tl.constexpr):
     """Among blocks of at most SIZE slots that chose the same expert, the one with this index: its
     expert, where its slots begin among the sorted ones, and how many they are; 0 or less beyond the
     last block."""
-    offs_e = tl.arange(0, EXPERTS.block)
+    offs_e = tl.arange(0, EXPERTS.padded)
     count = tl.load(counts + offs_e, mask=offs_e < EXPERTS.count, other=0)
     blocks = (count + SIZE - 1) // SIZE
     expert = tl.sum((tl.cumsum(blocks, 0) <= block).to(tl.int32), 0)
@@ -586,29 +601,26 @@ class Plan(NamedTuple):
     """A kernel for a product, and how it is launched."""
 
     kernel: object
-    programs: int
+    grid: tuple[int, int]  # programs that share the rows of a matrix; matrices, or blocks of slots
     warps: int
     constants: dict[str, Any]  # what it is compiled for, besides N, K and the epilogue
 
 
+def is_fused(op: str, x: Tensor, w: Matrix) -> bool:
+    """Whether launch_product has a kernel for x W^T. Otherwise the product is the library's: with
+    more than MAX_FEW tokens, with several in fp32, and where launch.json says so."""
+    return len(x) == 1 or few_division(op, x, w, len(x)) is not None
+
+
 def launch_product(
     op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float, epilogue: Epilogue
-) -> bool:
-    """rmsnorm(x) W^T, or x W^T without a norm, handed to an epilogue. Returns False, without having
-    done anything, where the product is the library's: with more than MAX_FEW tokens, with several
-    in fp32, and where launch.json says so."""
-    T, K = x.shape
-    if T == 1:
+) -> None:
+    """rmsnorm(x) W^T, or x W^T without a norm, handed to an epilogue, by a kernel. See
+    is_fused."""
+    if len(x) == 1:
         launch_single(op, x, norm, w, eps, epilogue)
-        return True
-    plan = few_plan(op, x, w, w.rows, T)
-    if plan is None:
-        return False
-    args = (normed(x, norm, eps), w.tensors, w.bias, T, epilogue.args, None, None)
-    launch_plan(
-        plan, (plan.programs,), args, w, w.rows, epilogue, EXPERTS=None, ADDED=epilogue.added
-    )
-    return True
+    else:
+        launch_few(op, x, norm, w, eps, epilogue, len(x))
 
 
 def launch_single(
@@ -621,54 +633,21 @@ def launch_single(
     stack: Stack | None = None,
 ) -> None:
     """launch_product of one token; with a stack, of some of its matrices."""
-    ids, rows, summed = stack or (None, w.rows, 1)
-    products = 1 if stack is None or summed > 1 else len(ids)
-    plan = _vector_or_stream_plan(op, x, w, rows, summed, products)
-    grid = (plan.programs,) if products == 1 else (plan.programs, products)
-    args = (x, norm, w.tensors, w.bias, eps, epilogue.args, ids)
-    launch_plan(plan, grid, args, w, rows, epilogue, SUMMED=summed, ADDED=epilogue.added)
-
-
-def normed(x: Tensor, norm: Tensor | None, eps: float) -> Tensor:
-    return x if norm is None else rmsnorm(x, norm, eps)
-
-
-def launch_plan(
-    plan: Plan, grid: tuple[int, ...], args: tuple, w: Matrix, rows: int, epilogue: Epilogue, **constants
-) -> None:  # fmt: skip
-    x = args[0]
-    assert x.shape[-1] == w.columns and x.is_contiguous(), (x.shape, w.shape)
-    launch(
-        plan.kernel,
-        grid,
-        x.device,
-        *args,
-        N=rows,
-        K=w.columns,
-        **constants,
-        **plan.constants,
-        PREPARE=epilogue.prepare,
-        STORE=epilogue.store,
-        SIZES=epilogue.sizes,
-        warps=plan.warps,
-    )
-
-
-def _vector_or_stream_plan(
-    op: str, x: Tensor, w: Matrix, rows: int, summed: int, products: int
-) -> Plan:
-    """One token. rows: of W, or of each matrix in it. summed: see Stack. products: how many there
-    are, with different matrices."""
+    assert stack is None or w.bias is None, "matrices of a stack have no bias"
+    stack = stack or Stack(None, w.rows, 1)
     format = format_of(w)
     aligned = x.element_size() == 2 and x.data_ptr() % 16 == 0
     in_half2 = aligned and w.columns % format.neighbours == 0
-    side_by_side = summed == 1 or w.columns % format.whole == 0  # COLUMNS says where columns are
+    side_by_side = stack.summed == 1 or w.columns % format.whole == 0  # see Format.columns
     if in_half2 and format.stream_load and side_by_side:
-        return _stream_plan(op, w, format, rows, summed, products)
-    return _vector_plan(op, w, format, in_half2, rows)
+        plan = _stream_plan(op, w, format, stack)
+    else:
+        plan = _vector_plan(op, w, format, stack, in_half2)
+    args = (x, norm, w.tensors, w.bias, eps, epilogue.args, stack.ids)
+    launch_plan(plan, args, w, stack.rows, epilogue, SUMMED=stack.summed, ADDED=epilogue.added)
 
 
-def _vector_plan(op: str, w: Matrix, format: Format, in_half2: bool, rows: int) -> Plan:
+def _vector_plan(op: str, w: Matrix, format: Format, stack: Stack, in_half2: bool) -> Plan:
     """in_half2: whether x allows products in half precision."""
     K = w.columns
     sizes = vector_sizes(w.data.device, w.bits, op, K)
@@ -681,15 +660,16 @@ def _vector_plan(op: str, w: Matrix, format: Format, in_half2: bool, rows: int) 
     constants = dict(
         ROWS=sizes.rows, BLOCK=block, HALF2_ASM=asm, PEAK=format.peak, **format.decoding()
     )
-    return Plan(_vector_kernel, triton.cdiv(rows, sizes.rows), warps, constants)
+    grid = (triton.cdiv(stack.rows, sizes.rows), stack.products)
+    return Plan(_vector_kernel, grid, warps, constants)
 
 
-def _stream_plan(op: str, w: Matrix, format: Format, rows: int, summed: int, products: int) -> Plan:
-    device, K = w.data.device, w.columns * summed
+def _stream_plan(op: str, w: Matrix, format: Format, stack: Stack) -> Plan:
+    device, K = w.data.device, w.columns * stack.summed
     sizes = stream_sizes(device, w.bits, op, K)
     block = stream_block(sizes.block, K)
     programs = processors(device) * sizes.programs
-    tiles = min(32, triton.cdiv(rows * products, sizes.rows * programs))
+    tiles = min(32, triton.cdiv(stack.rows * stack.products, sizes.rows * programs))
     constants = dict(
         ROWS=sizes.rows,
         TILES=tiles,
@@ -704,7 +684,8 @@ def _stream_plan(op: str, w: Matrix, format: Format, rows: int, summed: int, pro
         SUM_X=format.sum_x,
         PEAK=format.peak,
     )
-    return Plan(stream_kernel, triton.cdiv(rows, sizes.rows * tiles), block // 2048, constants)
+    grid = (triton.cdiv(stack.rows, sizes.rows * tiles), stack.products)
+    return Plan(stream_kernel, grid, block // 2048, constants)
 
 
 def stream_block(block: int, columns: int) -> int:
@@ -714,21 +695,76 @@ def stream_block(block: int, columns: int) -> int:
     return max(block, triton.next_power_of_2(triton.cdiv(columns, 3)))
 
 
-def few_plan(op: str, x: Tensor, w: Matrix, rows: int, T: int) -> Plan | None:
-    """Several tokens. rows: of W, or of each matrix in it. Returns None for another way to compute
-    the product."""
+def few_division(op: str, x: Tensor, w: Matrix, tokens: int) -> FewSizes | None:
+    """How _few_kernel divides the product of so many tokens. Returns None for another way to
+    compute it."""
+    if tokens > MAX_FEW or x.dtype not in (torch.float16, torch.bfloat16):
+        return None
+    return few_sizes(x.device, w.bits, op, w.columns, _padded(tokens))
+
+
+def _padded(tokens: int) -> int:
+    """How many tokens tensor cores multiply."""
+    return 8 if tokens <= 8 else MAX_FEW
+
+
+def launch_few(
+    op: str,
+    x: Tensor,
+    norm: Tensor | None,
+    w: Matrix,
+    eps: float,
+    epilogue: Epilogue,
+    tokens: int,
+    slots: Slots | None = None,
+) -> None:
+    """launch_product of a few tokens; with slots, of theirs with the matrices of their experts."""
+    assert slots is None or w.bias is None, "matrices of experts have no bias"
+    order, counts, among = slots or (None, None, None)
+    rows, count, blocks = w.rows, tokens, 1
+    if slots is not None:
+        rows = w.rows // len(counts)
+        count = len(order)
+        blocks = min(count, len(counts))
     K = w.columns
-    if T > MAX_FEW or x.dtype not in (torch.float16, torch.bfloat16):
-        return None
-    tokens = 8 if T <= 8 else MAX_FEW
-    sizes = few_sizes(x.device, w.bits, op, K, tokens)
-    if sizes is None:
-        return None
+    sizes = few_division(op, x, w, tokens)
     each = triton.next_power_of_2(16 * 8 // w.bits)  # weights that a thread loads at once
     warps = min(sizes.warps, max(1, triton.next_power_of_2(K) // (4 * each * sizes.steps)))
-    few = sizes._replace(warps=warps)
-    constants = dict(TOKENS=tokens, EACH=each, FEW=few, **format_of(w).decoding())
-    return Plan(_few_kernel, triton.cdiv(rows, sizes.rows), warps, constants)
+    constants = dict(
+        TOKENS=_padded(tokens),
+        EACH=each,
+        FEW=sizes._replace(warps=warps),
+        **format_of(w).decoding(),
+    )
+    plan = Plan(_few_kernel, (triton.cdiv(rows, sizes.rows), blocks), warps, constants)
+    args = (normed(x, norm, eps), w.tensors, w.bias, count, epilogue.args, order, counts)
+    launch_plan(plan, args, w, rows, epilogue, EXPERTS=among, ADDED=epilogue.added)
+
+
+def normed(x: Tensor, norm: Tensor | None, eps: float) -> Tensor:
+    return x if norm is None else rmsnorm(x, norm, eps)
+
+
+def launch_plan(
+    plan: Plan, args: tuple, w: Matrix, rows: int, epilogue: Epilogue, **constants
+) -> None:
+    """args: of the kernel, x first. rows: of W, or of each matrix in it."""
+    x = args[0]
+    assert x.shape[-1] == w.columns and x.is_contiguous(), (x.shape, w.shape)
+    launch(
+        plan.kernel,
+        plan.grid,
+        x.device,
+        *args,
+        N=rows,
+        K=w.columns,
+        **constants,
+        **plan.constants,
+        PREPARE=epilogue.prepare,
+        STORE=epilogue.store,
+        SIZES=epilogue.sizes,
+        warps=plan.warps,
+    )
 
 
 # ---- the product of a prompt

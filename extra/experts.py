@@ -37,15 +37,17 @@ from launch import (
 )
 from products import (
     MAX_FEW,
-    Among,
     Epilogue,
+    Experts,
     Plan,
+    Slots,
     Stack,
     as_e4m3,
     block_of,
     encode_rows,
     even_and_odd,
-    few_plan,
+    few_division,
+    launch_few,
     launch_plan,
     launch_single,
     normed,
@@ -366,7 +368,7 @@ def grouped_kernel(
 
 @jit
 def prepare_slots(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
-    """The rows, the slots, and which of them exist. SIZES: the Among of the kernel."""
+    """The rows, the slots, and which of them exist. SIZES: the Experts of the kernel."""
     rows, i = places(row, ROWS, TOKENS)
     _, begin, size = block_of(args[3], tl.program_id(1), TOKENS, SIZES)
     slots = tl.load(args[2] + begin + i, mask=i < size, other=0).to(tl.int64)
@@ -443,44 +445,35 @@ def launch_experts(
     slot."""
     T, k = routes.ids.shape
     E = len(routes.counts)
-    among = Among(E, triton.next_power_of_2(E), T * k // len(x))
-    args = (out, routes.weights, routes.order, routes.counts)
-    epilogue = Epilogue(prepare, store, args, among)
-    plan = few_plan(op, x, w, w.rows // E, T)
-    if plan is None:
-        launch_grouped(x, norm, w, eps, accumulate, routes, epilogue)
-        return
-    args = (
-        normed(x, norm, eps),
-        w.tensors,
-        None,
-        T * k,
-        epilogue.args,
-        routes.order,
-        routes.counts,
+    slots = Slots(
+        routes.order, routes.counts, Experts(E, triton.next_power_of_2(E), T * k // len(x))
     )
-    grid = (plan.programs, min(T * k, E))
-    launch_plan(plan, grid, args, w, w.rows // E, epilogue, EXPERTS=among, ADDED=None)
+    args = (out, routes.weights, routes.order, routes.counts)
+    epilogue = Epilogue(prepare, store, args, slots.experts)
+    if few_division(op, x, w, T):
+        launch_few(op, x, norm, w, eps, epilogue, T, slots)
+    else:
+        _launch_grouped(x, norm, w, eps, accumulate, epilogue, slots)
 
 
-def launch_grouped(
-    x: Tensor, norm: Tensor | None, w: Matrix, eps: float, accumulate: str, routes: Routes,
-    epilogue: Epilogue,
+def _launch_grouped(
+    x: Tensor, norm: Tensor | None, w: Matrix, eps: float, accumulate: str, epilogue: Epilogue,
+    slots: Slots,
 ) -> None:  # fmt: skip
-    """_launch_experts of a prompt."""
-    slots = routes.ids.numel()
-    E = len(routes.counts)
+    """launch_experts of a prompt."""
+    order, counts, among = slots
+    count, E = len(order), len(counts)
     rows = w.rows // E
     tensors = w.tensors
     x_scales = None
-    if _experts_on_tensor_cores(w, accumulate, slots // E):
+    if _experts_on_tensor_cores(w, accumulate, count // E):
         w = as_e4m3(w)
         codes, x_scales = encode_rows(x, norm, eps)
         x = codes.view(E4M3.dtype)
         tensors = (w.data.view(E4M3.dtype), w.tensors[1])
     else:
         x = normed(x, norm, eps)
-    sizes = grouped_sizes(x.device, w.bits, slots // E)
+    sizes = grouped_sizes(x.device, w.bits, count // E)
     constants = dict(
         TOKENS=sizes.block,
         ROWS=sizes.rows,
@@ -488,10 +481,10 @@ def launch_grouped(
         STAGES=sizes.stages,
         **format_of(w).decoding(),
     )
-    plan = Plan(grouped_kernel, triton.cdiv(rows, sizes.rows), sizes.warps, constants)
-    args = (x, x_scales, tensors, slots, epilogue.args, routes.order, routes.counts)
-    grid = (plan.programs, min(slots, triton.cdiv(slots, sizes.block) + E - 1))
-    launch_plan(plan, grid, args, w, rows, epilogue, EXPERTS=epilogue.sizes)
+    blocks = min(count, triton.cdiv(count, sizes.block) + E - 1)
+    plan = Plan(grouped_kernel, (triton.cdiv(rows, sizes.rows), blocks), sizes.warps, constants)
+    args = (x, x_scales, tensors, count, epilogue.args, order, counts)
+    launch_plan(plan, args, w, rows, epilogue, EXPERTS=among)
 
 
 def _experts_on_tensor_cores(w: Matrix, accumulate: str, each: int) -> bool:
