@@ -50,7 +50,8 @@ from attention import (
     to_cache_ref,
 )
 from extra import experts
-from extra.experts import Routes, experts_swiglu, launch_experts, route, route_ref, slots_added
+from extra.experts import Routes, route, route_ref
+from extra.experts import slots_added as slots_added
 from extra.int4 import INT4
 from formats import Format, Matrix
 from fp8 import E4M3, E5M2
@@ -60,7 +61,6 @@ from products import (
     even_and_odd,
     is_fused,
     launch_product,
-    launch_single,
     library_product,
     linear_ref,
     places,
@@ -70,6 +70,7 @@ from products import (
     silu_mul,
     store_rows,
 )
+from products import launch_single as launch_single
 from sampling import sample, sample_ref
 
 # ---- embedding: x = table[tokens[pos : pos + T]]. tokens int32 [S], table [V, C] -> [T, C]
@@ -304,7 +305,7 @@ def _launch_rope(
 def linear_add_ref(x: Tensor, w: Matrix, residual: Tensor, routes: Routes | None = None) -> Tensor:
     if routes is None:
         return residual.add_(linear_ref(x, w))
-    slots = experts.linear_ref(x, w, residual.shape[1], routes, linear_ref)
+    slots = experts.slots_ref(x, w, residual.shape[1], routes)
     return residual.copy_(residual.float() + slots.sum(1, dtype=torch.float32))
 
 
@@ -319,19 +320,11 @@ def linear_add(
     rows = w.rows if routes is None else residual.shape[1]
     fits = residual.shape == (len(x), rows) and residual.is_contiguous()
     assert fits, (residual.shape, x.shape, w.shape)
-    epilogue = Epilogue(prepare_rows, store_rows, (residual,), added=0)
-    if routes is not None and len(x) == 1:
-        stack = slots_added(routes, residual)
-        launch_single("experts_linear_add", x[0], None, w, 0.0, epilogue, stack)
-        return residual
     if routes is not None:
-        y = x.new_empty(*routes.ids.shape, rows)
-        epilogue = (experts.prepare_slots, experts.store_slots)
-        x = x.view(-1, w.columns)
-        launch_experts("experts_linear_add", x, None, w, 0.0, accumulate, routes, y, *epilogue)
-        return experts.add_slots(y, residual)
+        return experts.linear_add(x, w, residual, routes, accumulate)
     if not is_fused("linear_add", x, w):
         return library_product(x, None, w, 0.0, accumulate, residual)
+    epilogue = Epilogue(prepare_rows, store_rows, (residual,), added=0)
     launch_product("linear_add", x, None, w, 0.0, epilogue)
     return residual
 
@@ -352,7 +345,7 @@ def rmsnorm_swiglu_ref(
         ab = linear_ref(normed, layer.w13)
     else:
         rows = layer.w13.rows // layer.router.rows
-        ab = experts.linear_ref(normed, layer.w13, rows, routes, linear_ref)
+        ab = experts.slots_ref(normed, layer.w13, rows, routes)
     # b's silu is not needed, but torch is slow where elements are not neighbours
     h = functional.silu(ab)[..., ::2] * ab[..., 1::2]
     if routes is None:
@@ -402,16 +395,10 @@ def rmsnorm_swiglu(
     *,
     accumulate: str = "auto",
 ) -> Tensor:
+    if routes is not None:
+        return experts.swiglu(x, layer, state, routes, accumulate)
     T, F = len(x), layer.w13.rows // 2
     norm, eps = layer.ffn_norm, state.norm_eps
-    if routes is not None and T == 1:
-        return experts_swiglu(x, norm, layer.w13, eps, routes, F // layer.router.rows)
-    if routes is not None:
-        w13 = layer.w13
-        h = x.new_empty(*routes.ids.shape, F // layer.router.rows)
-        epilogue = (experts.prepare_hidden, experts.store_hidden)
-        launch_experts("experts_swiglu", x, norm, w13, eps, accumulate, routes, h, *epilogue)
-        return h
     out = x.new_empty(T, F)
     if is_fused("rmsnorm_swiglu", x, layer.w13):
         epilogue = Epilogue(_prepare_halves, _store_swiglu, (out,))

@@ -551,6 +551,7 @@ def _few_kernel(
             return
         first = expert.to(tl.int64) * N
         slots += begin
+        args = args + (slots,)
     ready = PREPARE(args, row, T, N, FEW.rows, TOKENS, SIZES)
     BLOCK: tl.constexpr = FEW.warps * FEW.steps * 4 * EACH
     # Without experts before the wait: the first tiles of W, the scales and the bias

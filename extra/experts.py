@@ -13,7 +13,6 @@ hidden values, so that what follows is a plain sum over the slots."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -50,9 +49,12 @@ from products import (
     launch_few,
     launch_plan,
     launch_single,
+    linear_ref,
     normed,
     places,
+    prepare_rows,
     silu_mul,
+    store_rows,
 )
 
 ROUTER_ROWS = 4  # of a program
@@ -280,17 +282,15 @@ def _route_prompt(x: Tensor, layer: LayerView, state: StateView, routes: Routes)
     launch(_sort_kernel, (E,), x.device, *args, BLOCK=block)
 
 
-def linear_ref(
-    x: Tensor, w: Matrix, N: int, routes: Routes, linear: Callable[[Tensor, Matrix], Tensor]
-) -> Tensor:
+def slots_ref(x: Tensor, w: Matrix, N: int, routes: Routes) -> Tensor:
     """The product of each slot with its expert's N rows of w. x [T, K], the same for all slots, or
-    [T, k, K] -> [T, k, N]. linear: the product with one matrix."""
+    [T, k, K] -> [T, k, N]."""
     T, k = routes.ids.shape
     each = x if x.ndim == 3 else x[:, None].expand(T, k, x.shape[1])
     y = x.new_empty(T, k, N)
     for expert in routes.ids.unique().tolist():
         chose = routes.ids == expert
-        y[chose] = linear(each[chose], w.part(slice(expert * N, expert * N + N)))
+        y[chose] = linear_ref(each[chose], w.part(slice(expert * N, expert * N + N)))
     return y
 
 
@@ -327,22 +327,22 @@ def _tile_of_x(x, rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr, COLUMNS: tl.c
 
 @jit
 def grouped_kernel(
-    x, x_scales, w, T, args, order, counts, N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr,
+    x, x_scales, w, args, order, counts, N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     LOAD: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr, SCALES: tl.constexpr, COLUMNS: tl.constexpr,
     GAIN: tl.constexpr,
     PREPARE: tl.constexpr, STORE: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The products of TOKENS of T slots with ROWS rows of their expert, handed to an epilogue. With
-    x_scales, the scales of its rows, x and W are 8-bit floats."""
+    """The products of up to TOKENS slots with ROWS rows of their expert, handed to an epilogue.
+    With x_scales, the scales of its rows, x and W are 8-bit floats."""
     gdc_launch_dependents(PDL)
     row = tl.program_id(0) * ROWS
     rows = row + tl.arange(0, ROWS)
     gdc_wait(PDL)
-    expert, begin, size = block_of(counts, tl.program_id(1), TOKENS, EXPERTS)
-    if size <= 0:
+    expert, begin, T = block_of(counts, tl.program_id(1), TOKENS, EXPERTS)
+    if T <= 0:
         return
-    slots = tl.load(order + begin + tl.minimum(tl.arange(0, TOKENS), size - 1))
+    slots = tl.load(order + begin + tl.minimum(tl.arange(0, TOKENS), T - 1))
     x_rows = (slots // EXPERTS.shared).to(tl.int64)
     w_rows = expert.to(tl.int64) * N + tl.minimum(rows, N - 1)
     start = w_rows[:, None] * K
@@ -359,47 +359,63 @@ def grouped_kernel(
         acc *= tl.load(x_scales + x_rows)[None, :]
     if GAIN is not None:
         acc *= row_scale(w, w_rows, rows < N, GAIN)[:, None]
+    args = args + (order + begin,)
     ready = PREPARE(args, row, T, N, ROWS, TOKENS, SIZES)
     STORE(args, acc, ready, row, T, N, ROWS, TOKENS, SIZES)
 
 
-# Their epilogues, for either kernel. args: the output, the slots' weights, order, counts
+# ---- what is done with the rows of their products
+#
+#      With several tokens, a kernel appends to args a pointer to the T slots that it has multiplied.
 
 
 @jit
-def prepare_slots(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
-    """The rows, the slots, and which of them exist. SIZES: the Experts of the kernel."""
+def _prepare_slots(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
+    """The rows, the numbers of the slots, of which there are T, and the slots."""
     rows, i = places(row, ROWS, TOKENS)
-    _, begin, size = block_of(args[3], tl.program_id(1), TOKENS, SIZES)
-    slots = tl.load(args[2] + begin + i, mask=i < size, other=0).to(tl.int64)
-    return rows, slots, (rows < N) & (i < size)
+    return rows, i, tl.load(args[-1] + i, mask=i < T, other=0).to(tl.int64)
 
 
 @jit
-def store_slots(
+def _store_slots(
     args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
 ):
     """Store the products in args[0] [T k, N]."""
-    rows, slots, mask = ready
+    rows, i, slots = ready
+    mask = (rows < N) & (i < T)
     tl.store(args[0] + slots * N + rows, y.to(args[0].dtype.element_ty), mask=mask)
 
 
-@jit
-def prepare_hidden(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
-    offs_f, slots, mask = prepare_slots(args, row // 2, T, N // 2, ROWS // 2, TOKENS, SIZES)
-    return offs_f, slots, mask, tl.load(args[1] + slots)
+class Hidden(NamedTuple):
+    """The size that _store_hidden needs."""
+
+    F: int
 
 
 @jit
-def store_hidden(
+def _prepare_hidden(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
+    """The same for h, and the slots' weights. With one token, a program has a single slot, and the
+    router has ended by now (see first_rows)."""
+    if TOKENS == 1:
+        offs_f, i = places(row // 2, ROWS // 2, TOKENS)
+        slot = tl.program_id(1)
+        return offs_f, i, slot, tl.load(args[1] + slot, cache_modifier=".cg")
+    else:
+        offs_f, i, slots = _prepare_slots(args, row // 2, T, N // 2, ROWS // 2, TOKENS, SIZES)
+        return offs_f, i, slots, tl.load(args[1] + slots)
+
+
+@jit
+def _store_hidden(
     args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
 ):
     """Store silu(a) * b of neighbouring rows a and b, times the slots' weights, in args[0]
     [T k, F]."""
-    offs_f, slots, mask, weights = ready
+    offs_f, i, slots, weights = ready
     a, b = even_and_odd(y, ROWS, TOKENS)
     h = (silu_mul(a, b) * weights).to(args[0].dtype.element_ty)
-    tl.store(args[0] + slots * (N // 2) + offs_f, h, mask=mask)
+    mask = (offs_f < N // 2) & (i < T)
+    tl.store(args[0] + slots * SIZES.F + offs_f, h, mask=mask)
 
 
 @jit
@@ -422,7 +438,7 @@ def _add_slots_kernel(
     tl.store(pointers, new.to(residual.dtype.element_ty), mask=offs_n < N)
 
 
-def add_slots(y: Tensor, residual: Tensor) -> Tensor:
+def _add_slots(y: Tensor, residual: Tensor) -> Tensor:
     """residual [T, C] += the sum over a token's slots. y [T, k, C]"""
     T, k, C = y.shape
     block = min(1024, triton.next_power_of_2(C))
@@ -431,37 +447,31 @@ def add_slots(y: Tensor, residual: Tensor) -> Tensor:
     return residual
 
 
-# How many slots an expert must have on average, before its 4-bit matrices are recoded for the 8-bit
-# tensor cores: below, that takes longer than it saves
-RECODED_FROM = 16
+# ---- the ops
 
 
-def launch_experts(
-    op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float, accumulate: str,
-    routes: Routes, out: Tensor, prepare: object, store: object,
+def _launch_several(
+    op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float, epilogue: Epilogue, routes: Routes,
+    accumulate: str,
 ) -> None:  # fmt: skip
-    """Several tokens: rmsnorm(x) W^T, or x W^T without a norm, of all slots with their experts'
-    matrices in w, handed to an epilogue that fills `out`. x has a row for each token or each
-    slot."""
+    """launch_product of several tokens: of all slots with the matrices of their experts. x has a
+    row for each token or each slot."""
     T, k = routes.ids.shape
     E = len(routes.counts)
-    slots = Slots(
-        routes.order, routes.counts, Experts(E, triton.next_power_of_2(E), T * k // len(x))
-    )
-    args = (out, routes.weights, routes.order, routes.counts)
-    epilogue = Epilogue(prepare, store, args, slots.experts)
+    experts = Experts(E, triton.next_power_of_2(E), T * k // len(x))
+    slots = Slots(routes.order, routes.counts, experts)
     if few_division(op, x, w, T):
         launch_few(op, x, norm, w, eps, epilogue, T, slots)
     else:
-        _launch_grouped(x, norm, w, eps, accumulate, epilogue, slots)
+        _launch_grouped(x, norm, w, eps, epilogue, slots, accumulate)
 
 
 def _launch_grouped(
-    x: Tensor, norm: Tensor | None, w: Matrix, eps: float, accumulate: str, epilogue: Epilogue,
-    slots: Slots,
+    x: Tensor, norm: Tensor | None, w: Matrix, eps: float, epilogue: Epilogue, slots: Slots,
+    accumulate: str,
 ) -> None:  # fmt: skip
-    """launch_experts of a prompt."""
-    order, counts, among = slots
+    """_launch_several of a prompt."""
+    order, counts, experts = slots
     count, E = len(order), len(counts)
     rows = w.rows // E
     tensors = w.tensors
@@ -483,8 +493,13 @@ def _launch_grouped(
     )
     blocks = min(count, triton.cdiv(count, sizes.block) + E - 1)
     plan = Plan(grouped_kernel, (triton.cdiv(rows, sizes.rows), blocks), sizes.warps, constants)
-    args = (x, x_scales, tensors, count, epilogue.args, order, counts)
-    launch_plan(plan, args, w, rows, epilogue, EXPERTS=among)
+    args = (x, x_scales, tensors, epilogue.args, order, counts)
+    launch_plan(plan, args, w, rows, epilogue, EXPERTS=experts)
+
+
+# How many slots an expert must have on average, before its 4-bit matrices are recoded for the 8-bit
+# tensor cores: below, that takes longer than it saves
+RECODED_FROM = 16
 
 
 def _experts_on_tensor_cores(w: Matrix, accumulate: str, each: int) -> bool:
@@ -498,42 +513,32 @@ def _experts_on_tensor_cores(w: Matrix, accumulate: str, each: int) -> bool:
     return w.format is not None and w.format.bound > 0 and each >= RECODED_FROM
 
 
-@jit
-def _prepare_slot(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
-    """The places in h [k, F], and the slot's weight; the router has ended by now (see
-    first_rows)."""
-    slot = tl.program_id(1)
-    return row // 2 + tl.arange(0, ROWS // 2), slot, tl.load(args[1] + slot, cache_modifier=".cg")
-
-
-@jit
-def _store_slot(
-    args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
-):
-    """Store silu(a) * b of neighbouring rows a and b, times the slot's weight, in args[0] [k, F].
-    From row N on, nothing is stored."""
-    offs_f, slot, weight = ready
-    a, b = even_and_odd(y, ROWS, TOKENS)
-    h = (silu_mul(a, b) * weight).to(args[0].dtype.element_ty)
-    tl.store(args[0] + slot * SIZES.F + offs_f, h, mask=offs_f < N // 2)
-
-
-class Hidden(NamedTuple):
-    """The size that _store_slot needs."""
-
-    F: int
-
-
-def experts_swiglu(
-    x: Tensor, norm: Tensor, w13: Matrix, eps: float, routes: Routes, F: int
+def swiglu(
+    x: Tensor, layer: LayerView, state: StateView, routes: Routes, accumulate: str
 ) -> Tensor:
-    """One token: h [1, k, F], times the weights."""
-    k = routes.ids.shape[1]
-    out = x.new_empty(1, k, F)
-    epilogue = Epilogue(_prepare_slot, _store_slot, (out, routes.weights), Hidden(F))
-    stack = Stack(routes.ids[0], 2 * F, 1)
-    launch_single("experts_swiglu", x, norm, w13, eps, epilogue, stack)
-    return out
+    """kernels.rmsnorm_swiglu of each slot, times its weight: [T, k, F]."""
+    F = layer.w13.rows // layer.router.rows // 2
+    h = x.new_empty(*routes.ids.shape, F)
+    epilogue = Epilogue(_prepare_hidden, _store_hidden, (h, routes.weights), Hidden(F))
+    product = ("experts_swiglu", x, layer.ffn_norm, layer.w13, state.norm_eps, epilogue)
+    if len(x) == 1:
+        launch_single(*product, Stack(routes.ids[0], 2 * F, 1))
+    else:
+        _launch_several(*product, routes, accumulate)
+    return h
+
+
+def linear_add(x: Tensor, w: Matrix, residual: Tensor, routes: Routes, accumulate: str) -> Tensor:
+    """residual [T, C] += the sum over a token's slots, in place. x [T, k, K], w [E C, K]"""
+    op = "experts_linear_add"
+    if len(x) == 1:
+        epilogue = Epilogue(prepare_rows, store_rows, (residual,), added=0)
+        launch_single(op, x[0], None, w, 0.0, epilogue, slots_added(routes, residual))
+        return residual
+    y = x.new_empty(*routes.ids.shape, residual.shape[1])
+    epilogue = Epilogue(_prepare_slots, _store_slots, (y,))
+    _launch_several(op, x.view(-1, w.columns), None, w, 0.0, epilogue, routes, accumulate)
+    return _add_slots(y, residual)
 
 
 def slots_added(routes: Routes, residual: Tensor) -> Stack:
