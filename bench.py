@@ -247,7 +247,7 @@ from formats import Matrix
 from kernels import FORMATS
 from launch import jit, tl
 from model import Config, Llama, State, Timings, Weights, generate
-from products import on_tensor_cores
+from products import tensor_core_format
 from sampling import Sampling
 from tokenizer import TextStream, Tokenizer
 
@@ -464,7 +464,7 @@ def product_dtype(model: Llama) -> torch.dtype:
     """The type in which a prompt is multiplied by the matrices."""
     if model.device.type == "cpu":
         return cpu_product_dtype(model.dtype)
-    if model.backend == "triton" and all(map(on_tensor_cores, model.weights.matrices)):
+    if model.backend == "triton" and all(map(tensor_core_format, model.weights.matrices)):
         return torch.float8_e4m3fn
     return model.dtype
 

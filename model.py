@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 import kernels
+from extra import experts
 from extra.cpu import storage_dtype
 from extra.parallel import Exchange, Ranks, make_exchange
 from formats import Format, Matrix
 from launch import Scratch, compile_kernels
-from products import fit_norm
+from products import copy_bytes, fit_norm
 from sampling import Sampler, Sampling
 
 CACHES = 32 << 20  # bytes of weights that the caches of a CPU hold
@@ -324,18 +325,21 @@ class Llama:
 
     def _prompt_memory(self, T: int) -> int:
         """Bytes that a prompt of T tokens needs at once: its activations where they are widest, and
-        a layer's largest matrix, decoded, or recoded as E4M3 where there are experts. Keys and
-        values in 8 bits, which attention decodes, come on top."""
+        the largest copy of a matrix that a product makes. Keys and values in 8 bits, which
+        attention decodes, come on top."""
         c = self.config
         widest = 2 * c.dim + max(3 * c.hidden_dim, 2 * c.q_dim + 2 * c.kv_dim)
         widest += c.experts_per_token * (c.hidden_dim + c.dim)
-        decoded = [0]
+        copies = [0]
         for layer in self.weights.layers:
-            size = dict.fromkeys(layer.matrices, self.dtype.itemsize)
-            if layer.router:
-                size |= dict.fromkeys((layer.w13, layer.w2), 1)
-            decoded += [m.rows * m.columns * size[m] for m in layer.matrices if m.format]
-        return T * widest * self.dtype.itemsize + max(decoded)
+            of_experts = (layer.w13, layer.w2) if layer.router else ()
+            for m in layer.matrices:
+                if m in of_experts:
+                    each = T * c.experts_per_token // c.n_experts
+                    copies.append(experts.copy_bytes(m, self.accumulate, each))
+                else:
+                    copies.append(copy_bytes(m, self.dtype, self.accumulate))
+        return T * widest * self.dtype.itemsize + max(copies)
 
     @property
     def uses_graphs(self) -> bool:

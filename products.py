@@ -848,19 +848,33 @@ def _cublas_scales_rows(device: torch.device) -> bool:
     return device.type == "cuda" and capability(device) // 10 == 9 and version >= (12, 9)
 
 
-def on_tensor_cores(w: Matrix, accumulate: str = "auto") -> bool:
-    """Whether 8-bit tensor cores multiply a prompt. They take 8-bit floats as they are, and formats
-    that allow it recoded as E4M3, unless `accumulate` asks for the most precise sums."""
+def tensor_core_format(w: Matrix, accumulate: str = "auto") -> Float8 | None:
+    """The 8-bit floats in which tensor cores multiply a prompt by W: its own or, for formats that
+    allow it unless `accumulate` asks for the most precise sums, E4M3. None if the prompt is
+    multiplied in its own type."""
     if not w.format or w.rows % 16 or w.columns % 16:
-        return False
+        return None
     if isinstance(w.format, Float8):
         multiplied = w.format
     elif w.format.bound > 0 and accumulate != "fp32":
         multiplied = E4M3
     else:
-        return False
+        return None
     device = w.data.device
-    return multiplied.on(device) is E4M3_NATIVE or _cublas_scales_rows(device)
+    if multiplied.on(device) is E4M3_NATIVE or _cublas_scales_rows(device):
+        return multiplied
+    return None
+
+
+def copy_bytes(w: Matrix, dtype: torch.dtype, accumulate: str) -> int:
+    """What library_product allocates to multiply by W: a copy in 8-bit floats, or one decoded to
+    dtype, the type of x. 0 if W is multiplied as it is stored."""
+    multiplied = tensor_core_format(w, accumulate)
+    if multiplied is w.format:
+        return 0
+    if multiplied is None:
+        return w.rows * w.columns * dtype.itemsize
+    return multiplied.nbytes(*w.shape)
 
 
 def tensor_core_linear(
@@ -897,7 +911,7 @@ def library_product(
     """rmsnorm(x) W^T, or x W^T without a norm, by the library, for T > 1; added in place to the
     residual, if there is one. accumulate="fp16" sums in half precision, which is twice as fast on
     GeForce tensor cores; a sum that overflows is inf in the library, and 65504 here."""
-    if on_tensor_cores(w, accumulate):
+    if tensor_core_format(w, accumulate):
         codes, scales = encode_rows(x, norm, eps)
         y = tensor_core_linear(codes, scales, w, x.dtype, accumulate, residual)
         return y if w.bias is None else y.add_(w.bias)

@@ -1864,7 +1864,7 @@ def test_8_bit_tensor_cores_multiply_a_prompt(form, dtype, accumulate):
     err less."""
     x, w = randn(80, 256, dtype=dtype), Matrix(randn(512, 256, dtype=torch.float16, scale=1 / 16))
     (w,) = encoded([w], FORMATS[form])
-    if not products.on_tensor_cores(w):
+    if not products.tensor_core_format(w):
         pytest.skip("this GPU has none")
     residual = randn(80, 512, dtype=dtype)
     y = kernels.linear_add(x, w, added := residual.clone(), accumulate=accumulate)
@@ -1896,6 +1896,32 @@ def test_int4_recoded_as_e4m3(K):
     products.recode(w, *recoded)
     # three bits of mantissa: 2^-8 / 12 to 2^-6 / 12
     assert nmse(E4M3.decoded(recoded), w.dense()) < 2.0**-10
+
+
+def test_bytes_of_a_copy_that_a_prompt_needs(grouped_folder, monkeypatch):
+    """On a card whose tensor cores multiply E4M3: floats and E4M3 as they are stored, 4 bits in
+    E4M3, or decoded for the most precise sums, as E5M2 always is. Tiles of experts are decoded one
+    by one, unless enough tokens share them."""
+    model = load(grouped_folder, device="cpu", dtype="fp32", format="int4")
+    largest = 2 * 128 * 64  # w1 and w3
+    assert model._prompt_memory(0) == 4 * largest
+    N, K = 96, 256
+    w = Matrix(torch.zeros(N, K, dtype=torch.float16, device=DEVICE))
+    in_fp16, in_e4m3 = 2 * N * K, N * K + 4 * N
+    (m,) = encoded([w], INT4)
+    assert products.as_e4m3(m).nbytes == in_e4m3 and products.dense_for(m, w.data).nbytes == in_fp16
+    monkeypatch.setattr(fp8, "capability", lambda device: 89)
+    monkeypatch.setattr(products, "_cublas_scales_rows", lambda device: False)
+    for format, auto, fp32 in (
+        (None, 0, 0), (E4M3, 0, 0), (E5M2, in_fp16, in_fp16), (INT4, in_e4m3, in_fp16),
+    ):  # fmt: skip
+        (m,) = encoded([w], format)
+        for accumulate, size in (("auto", auto), ("fp32", fp32)):
+            assert products.copy_bytes(m, torch.float16, accumulate) == size, (format, accumulate)
+        of_experts = [experts.copy_bytes(m, "auto", each) for each in (15, 16)]
+        assert of_experts == [0, in_e4m3 if format is INT4 else 0], format
+        assert experts.copy_bytes(m, "fp32", 16) == 0
+    assert model._prompt_memory(0) == largest + 4 * 2 * 128
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

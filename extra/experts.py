@@ -476,7 +476,7 @@ def _launch_grouped(
     rows = w.rows // E
     tensors = w.tensors
     x_scales = None
-    if _experts_on_tensor_cores(w, accumulate, count // E):
+    if _on_tensor_cores(w, accumulate, count // E):
         w = as_e4m3(w)
         codes, x_scales = encode_rows(x, norm, eps)
         x = codes.view(E4M3.dtype)
@@ -502,7 +502,7 @@ def _launch_grouped(
 RECODED_FROM = 16
 
 
-def _experts_on_tensor_cores(w: Matrix, accumulate: str, each: int) -> bool:
+def _on_tensor_cores(w: Matrix, accumulate: str, each: int) -> bool:
     """Whether 8-bit tensor cores multiply a prompt by experts. Unlike the library's, these sums
     are never moved to fp32 registers, so "fp32" leaves the tensor cores. each: how many slots an
     expert has on average."""
@@ -511,6 +511,14 @@ def _experts_on_tensor_cores(w: Matrix, accumulate: str, each: int) -> bool:
     if w.format is E4M3:
         return True
     return w.format is not None and w.format.bound > 0 and each >= RECODED_FROM
+
+
+def copy_bytes(w: Matrix, accumulate: str, each: int) -> int:
+    """What a prompt's product allocates to multiply by experts: a copy in E4M3. 0 if they are
+    multiplied as they are stored, or decoded tile by tile. each: see _on_tensor_cores."""
+    if w.format is E4M3 or not _on_tensor_cores(w, accumulate, each):
+        return 0
+    return E4M3.nbytes(*w.shape)
 
 
 def swiglu(
