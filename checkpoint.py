@@ -67,7 +67,7 @@ from extra.sources import small_source, source_of, weight_files
 from extra.tensors import ALL, Floats, SourceTensor, columns_in
 from formats import Format, Matrix, Tensors
 from kernels import FORMATS
-from model import Config, LayerWeights, Llama, Weights, listed
+from model import Config, LayerWeights, Llama, Weights, enumerated
 from sampling import Sampling
 
 # ---- all steps
@@ -226,7 +226,7 @@ class Checkpoint:
     @property
     def quantised(self) -> str:
         """How others have quantised matrices, in words; empty if they are floats."""
-        return listed({tensor.scheme.name for tensor in self.tensors.values() if tensor.scheme})
+        return enumerated({tensor.scheme.name for tensor in self.tensors.values() if tensor.scheme})
 
     @property
     def is_encoded(self) -> bool:
@@ -285,7 +285,7 @@ def check_groups(c: Config, formats: Formats) -> None:
 # ---- step 7: the loader
 
 
-class Piece(NamedTuple):
+class Placement(NamedTuple):
     """Where some rows of a rank's tensor come from."""
 
     place: slice  # of the rank's tensor
@@ -365,23 +365,23 @@ class Loader:
         taken = share(count, self.ranks.rank, self.ranks.size)
         return slice(taken.start * size // count, taken.stop * size // count)
 
-    def pieces(self, t: ModelTensor) -> list[Piece]:
+    def placements(self, t: ModelTensor) -> list[Placement]:
         """Where the rows of a tensor come from: its parts, or the tensor itself if the source has
         joined them."""
         tensors = self.checkpoint.tensors
         shares = [self.share(part.dims[0]) for part in t.parts]
         if t.name not in tensors:
             parts = [tensors[part.name] for part in t.parts]
-            return list(map(Piece, t.places(self.config), parts, shares))
+            return list(map(Placement, t.places(self.config), parts, shares))
         rows = t.joined_rows(self.whole, shares)
         # In the rank's own tensor, the share of each part is the whole part
         of_parts = [slice(0, part.shape(self.config)[0]) for part in t.parts]
         places = t.joined_rows(self.config, of_parts)
-        return [Piece(place, tensors[t.name], taken) for place, taken in zip(places, rows)]
+        return [Placement(place, tensors[t.name], taken) for place, taken in zip(places, rows)]
 
     def fill(self, data: Tensor, t: ModelTensor, columns: slice = ALL) -> None:
         """Read these columns of a tensor into `data`, whose rows are this rank's."""
-        for place, tensor, rows in self.pieces(t):
+        for place, tensor, rows in self.placements(t):
             data[place].copy_(tensor.read(self.device, rows, columns), non_blocking=True)
 
     def vector(self, t: ModelTensor) -> Tensor:
@@ -402,7 +402,7 @@ class Loader:
             made = Matrix(self.encode(format, t, columns), format)
         else:
             tensors = format.empty(*shape, self.device)
-            for place, tensor, rows in self.pieces(t):
+            for place, tensor, rows in self.placements(t):
                 out = tuple(of_format[place] for of_format in tensors)
                 tensor.write(format, out, self.device, rows, columns)
             made = Matrix(tensors, format)

@@ -157,10 +157,10 @@ class Weights:
     @property
     def held(self) -> str:
         """The formats of its matrices, in words; empty if there are none."""
-        return listed({m.format.name for m in self.matrices if m.format})
+        return enumerated({m.format.name for m in self.matrices if m.format})
 
 
-def listed(names: Collection[str]) -> str:
+def enumerated(names: Collection[str]) -> str:
     """The names in order, as in "a, b and c"."""
     *others, last = sorted(names) or [""]
     return f"{', '.join(others)} and {last}" if others else last

@@ -458,33 +458,33 @@ MAX_FEW = 16  # tokens
 
 @jit
 def _load_few_weights(
-    w, first, row, k: tl.constexpr, N, K: tl.constexpr, EACH: tl.constexpr, FEW: tl.constexpr,
+    w, first, row, k: tl.constexpr, N, K: tl.constexpr, EACH: tl.constexpr, TILE: tl.constexpr,
     LOAD: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Load FEW.rows rows of the matrix whose N rows begin at row `first` of W, from its `row` on,
-    and of each of them FEW.warps * FEW.steps * 64 bytes from column k on. A thread gets EACH weights
-    of a row. A warp loads FEW.lanes * 16 neighbouring bytes of a row at a time; with more than 4
+    """Load TILE.rows rows of the matrix whose N rows begin at row `first` of W, from its `row` on,
+    and of each of them TILE.warps * TILE.steps * 64 bytes from column k on. A thread gets EACH weights
+    of a row. A warp loads TILE.lanes * 16 neighbouring bytes of a row at a time; with more than 4
     lanes the compiler moves values between threads."""
-    GROUPS: tl.constexpr = FEW.rows // 8
-    SIDES: tl.constexpr = FEW.lanes // 4
-    i = tl.arange(0, FEW.steps * GROUPS * FEW.warps * 32)[:, None]
-    lane, warp, register = i % 32, i // 32 % FEW.warps, i // (32 * FEW.warps)
+    GROUPS: tl.constexpr = TILE.rows // 8
+    SIDES: tl.constexpr = TILE.lanes // 4
+    i = tl.arange(0, TILE.steps * GROUPS * TILE.warps * 32)[:, None]
+    lane, warp, register = i % 32, i // 32 % TILE.warps, i // (32 * TILE.warps)
     side = register % SIDES
-    rows = row + register // SIDES % GROUPS * 8 + side * (8 // SIDES) + lane // FEW.lanes
-    step = warp * FEW.steps + register // (SIDES * GROUPS) * SIDES
-    col = k + step * (4 * EACH) + lane % FEW.lanes * EACH
+    rows = row + register // SIDES % GROUPS * 8 + side * (8 // SIDES) + lane // TILE.lanes
+    step = warp * TILE.steps + register // (SIDES * GROUPS) * SIDES
+    col = k + step * (4 * EACH) + lane % TILE.lanes * EACH
     start = (tl.minimum(rows, N - 1).to(tl.int64) + first) * K
-    left = None if k + FEW.warps * FEW.steps * 4 * EACH <= K else K - col
+    left = None if k + TILE.warps * TILE.steps * 4 * EACH <= K else K - col
     return LOAD(w, start, col, left, EACH, EACH, GROUP)
 
 
 @jit
-def _weights_operand(tile, FEW: tl.constexpr):
+def _weights_operand(tile, TILE: tl.constexpr):
     """A tile of W as [warps, rows, columns of a warp]."""
     EACH: tl.constexpr = tile.shape[1]
-    SIDES: tl.constexpr = FEW.lanes // 4
+    SIDES: tl.constexpr = TILE.lanes // 4
     tile = tile.reshape(
-        FEW.steps // SIDES, FEW.rows // 8, SIDES, FEW.warps, 8 // SIDES, SIDES, 4, EACH // 8, 2, 2, 2
+        TILE.steps // SIDES, TILE.rows // 8, SIDES, TILE.warps, 8 // SIDES, SIDES, 4, EACH // 8, 2, 2, 2
     )  # fmt: skip
     if EACH == 8:
         tile = tile.permute(3, 1, 2, 4, 0, 5, 7, 8, 9, 6, 10)
@@ -492,56 +492,56 @@ def _weights_operand(tile, FEW: tl.constexpr):
         # Below 16 bits a weight, Triton's layout puts the lower halves of two instructions side by
         # side
         tile = tile.permute(3, 1, 2, 4, 0, 5, 7, 9, 6, 8, 10)
-    return tile.reshape(FEW.warps, FEW.rows, FEW.steps * 4 * EACH)
+    return tile.reshape(TILE.warps, TILE.rows, TILE.steps * 4 * EACH)
 
 
 @jit
 def _tokens_operand(
     x, k: tl.constexpr, T, slots, K: tl.constexpr, TOKENS: tl.constexpr, EACH: tl.constexpr,
-    FEW: tl.constexpr, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr,
+    TILE: tl.constexpr, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """The columns of x that belong to such a tile, as [warps, columns of a warp, tokens], loaded
     with eight neighbours a thread. Where there are fewer tokens than TOKENS, the last one is
     repeated. With experts, `slots` points to the T slots whose rows of x these are."""
     PARTS: tl.constexpr = EACH // 8
-    i = tl.arange(0, TOKENS // 8 * FEW.steps * PARTS * FEW.warps * 32)[:, None]
+    i = tl.arange(0, TOKENS // 8 * TILE.steps * PARTS * TILE.warps * 32)[:, None]
     e = tl.arange(0, 8)[None, :]
-    lane, warp, register = i % 32, i // 32 % FEW.warps, i // (32 * FEW.warps)
-    t = register // (FEW.steps * PARTS) * 8 + lane // 4
-    step = warp * FEW.steps + register // PARTS % FEW.steps
+    lane, warp, register = i % 32, i // 32 % TILE.warps, i // (32 * TILE.warps)
+    t = register // (TILE.steps * PARTS) * 8 + lane // 4
+    step = warp * TILE.steps + register // PARTS % TILE.steps
     stored = k + step * (4 * EACH) + lane % 4 * EACH + register % PARTS * 8 + e
     cols = columns_of(stored, K, COLUMNS)
     t = tl.minimum(t, T - 1)
     if EXPERTS is not None:
         t = tl.load(slots + t) // EXPERTS.shared
     pointers = x + t * K + cols
-    if k + FEW.warps * FEW.steps * 4 * EACH <= K:
+    if k + TILE.warps * TILE.steps * 4 * EACH <= K:
         tile = tl.load(pointers, eviction_policy="evict_last")
     else:
         tile = tl.load(pointers, mask=stored < K, other=0.0, eviction_policy="evict_last")
-    tile = tile.reshape(TOKENS // 8, FEW.steps, EACH // 8, FEW.warps, 8, 4, 2, 2, 2)
+    tile = tile.reshape(TOKENS // 8, TILE.steps, EACH // 8, TILE.warps, 8, 4, 2, 2, 2)
     if EACH == 8:
         tile = tile.permute(3, 1, 2, 6, 7, 5, 8, 0, 4)
     else:
         tile = tile.permute(3, 1, 2, 7, 5, 6, 8, 0, 4)
-    return tile.reshape(FEW.warps, FEW.steps * 4 * EACH, TOKENS)
+    return tile.reshape(TILE.warps, TILE.steps * 4 * EACH, TOKENS)
 
 
 @jit
 def _few_kernel(
     x, w, bias, T, args, order, counts, N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr,
-    EACH: tl.constexpr, FEW: tl.constexpr, EXPERTS: tl.constexpr,
+    EACH: tl.constexpr, TILE: tl.constexpr, EXPERTS: tl.constexpr,
     LOAD: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr, SCALES: tl.constexpr, COLUMNS: tl.constexpr,
     GAIN: tl.constexpr,
     PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """T tokens: x W^T for FEW.rows rows of W. See _vector_kernel for the epilogue.
+    """T tokens: x W^T for TILE.rows rows of W. See _vector_kernel for the epilogue.
 
     With experts, W is a stack of matrices of N rows. The programs of each row of the grid take one
     of those that were chosen, and the slots that chose it instead of T tokens. A router writes
     which these are, so that they wait for it at once."""
     gdc_launch_dependents(PDL)
-    row = tl.program_id(0) * FEW.rows
+    row = tl.program_id(0) * TILE.rows
     first = 0
     slots = order
     if EXPERTS is not None:
@@ -552,33 +552,35 @@ def _few_kernel(
         first = expert.to(tl.int64) * N
         slots += begin
         args = args + (slots,)
-    ready = PREPARE(args, row, T, N, FEW.rows, TOKENS, SIZES)
-    BLOCK: tl.constexpr = FEW.warps * FEW.steps * 4 * EACH
+    ready = PREPARE(args, row, T, N, TILE.rows, TOKENS, SIZES)
+    BLOCK: tl.constexpr = TILE.warps * TILE.steps * 4 * EACH
     # Without experts before the wait: the first tiles of W, the scales and the bias
     w_tiles = ()
-    for k in tl.static_range(0, FEW.ahead * BLOCK, BLOCK):
+    for k in tl.static_range(0, TILE.ahead * BLOCK, BLOCK):
         if k < K:
-            w_tiles = w_tiles + (_load_few_weights(w, first, row, k, N, K, EACH, FEW, LOAD, GROUP),)
+            w_tiles = w_tiles + (
+                _load_few_weights(w, first, row, k, N, K, EACH, TILE, LOAD, GROUP),
+            )
     if GAIN is not None:
-        rows = row + tl.arange(0, FEW.rows)[:, None]
+        rows = row + tl.arange(0, TILE.rows)[:, None]
         scales = row_scale(w, first + rows, rows < N, GAIN)
     if bias is not None:
-        offs_n = row + tl.arange(0, FEW.rows)[:, None]
+        offs_n = row + tl.arange(0, TILE.rows)[:, None]
         biases = tl.load(bias + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
     if EXPERTS is None:
         gdc_wait(PDL)
-    acc = tl.full([FEW.warps, FEW.rows, TOKENS], 0.0, tl.float32)
+    acc = tl.full([TILE.warps, TILE.rows, TOKENS], 0.0, tl.float32)
     for k in tl.static_range(0, K, BLOCK):
         w_tile = w_tiles[0]
         w_tiles = w_tiles[1:]
-        if k + FEW.ahead * BLOCK < K:
+        if k + TILE.ahead * BLOCK < K:
             w_tiles = w_tiles + (
                 _load_few_weights(
-                    w, first, row, k + FEW.ahead * BLOCK, N, K, EACH, FEW, LOAD, GROUP
+                    w, first, row, k + TILE.ahead * BLOCK, N, K, EACH, TILE, LOAD, GROUP
                 ),
             )
-        b = _tokens_operand(x, k, T, slots, K, TOKENS, EACH, FEW, COLUMNS, EXPERTS)
-        a = _weights_operand(VALUES(w_tile, SCALES).to(b.dtype), FEW)
+        b = _tokens_operand(x, k, T, slots, K, TOKENS, EACH, TILE, COLUMNS, EXPERTS)
+        a = _weights_operand(VALUES(w_tile, SCALES).to(b.dtype), TILE)
         if EMULATED:  # the interpreter's own bf16 products are wrong
             acc += tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
         else:
@@ -589,10 +591,10 @@ def _few_kernel(
     if bias is not None:
         y += biases
     if ADDED is not None:
-        rows, t = places(row, FEW.rows, TOKENS)
+        rows, t = places(row, TILE.rows, TOKENS)
         added = tl.load(args[ADDED] + t * N + rows, mask=(rows < N) & (t < T), other=0.0)
         y += added.to(tl.float32)
-    STORE(args, y, ready, row, T, N, FEW.rows, TOKENS, SIZES)
+    STORE(args, y, ready, row, T, N, TILE.rows, TOKENS, SIZES)
 
 
 # ---- launching a product
@@ -610,7 +612,7 @@ class Plan(NamedTuple):
 def is_fused(op: str, x: Tensor, w: Matrix) -> bool:
     """Whether launch_product has a kernel for x W^T. Otherwise the product is the library's: with
     more than MAX_FEW tokens, with several in fp32, and where launch.json says so."""
-    return len(x) == 1 or few_division(op, x, w, len(x)) is not None
+    return len(x) == 1 or few_tile(op, x, w, len(x)) is not None
 
 
 def launch_product(
@@ -696,7 +698,7 @@ def stream_block(block: int, columns: int) -> int:
     return max(block, triton.next_power_of_2(triton.cdiv(columns, 3)))
 
 
-def few_division(op: str, x: Tensor, w: Matrix, tokens: int) -> FewSizes | None:
+def few_tile(op: str, x: Tensor, w: Matrix, tokens: int) -> FewSizes | None:
     """How _few_kernel divides the product of so many tokens. Returns None for another way to
     compute it."""
     if tokens > MAX_FEW or x.dtype not in (torch.float16, torch.bfloat16):
@@ -728,13 +730,13 @@ def launch_few(
         count = len(order)
         blocks = min(count, len(counts))
     K = w.columns
-    sizes = few_division(op, x, w, tokens)
+    sizes = few_tile(op, x, w, tokens)
     each = triton.next_power_of_2(16 * 8 // w.bits)  # weights that a thread loads at once
     warps = min(sizes.warps, max(1, triton.next_power_of_2(K) // (4 * each * sizes.steps)))
     constants = dict(
         TOKENS=_padded(tokens),
         EACH=each,
-        FEW=sizes._replace(warps=warps),
+        TILE=sizes._replace(warps=warps),
         **format_of(w).decoding(),
     )
     plan = Plan(_few_kernel, (triton.cdiv(rows, sizes.rows), blocks), warps, constants)

@@ -45,7 +45,7 @@ from products import (
     block_of,
     encode_rows,
     even_and_odd,
-    few_division,
+    few_tile,
     launch_few,
     launch_plan,
     launch_single,
@@ -460,7 +460,7 @@ def _launch_several(
     E = len(routes.counts)
     experts = Experts(E, triton.next_power_of_2(E), T * k // len(x))
     slots = Slots(routes.order, routes.counts, experts)
-    if few_division(op, x, w, T):
+    if few_tile(op, x, w, T):
         launch_few(op, x, norm, w, eps, epilogue, T, slots)
     else:
         _launch_grouped(x, norm, w, eps, epilogue, slots, accumulate)

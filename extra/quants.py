@@ -66,7 +66,7 @@ def _joined(low: Tensor, high: Tensor) -> Tensor:
     return torch.stack((low, high), 2).flatten(1)
 
 
-class Form:
+class Scaling:
     """A way to store the scales and minimums of groups. This class is the simplest one, for formats
     without minimums: scales as halves [N, K / group]."""
 
@@ -85,7 +85,7 @@ class Form:
         return scale * row, scale * row * -middle
 
 
-class Minimum(Form):
+class Minimum(Scaling):
     """Scales and minimums, halves [N, K / group]."""
 
     def shapes(self, N: int, K: int, group: int) -> Shapes:
@@ -100,7 +100,7 @@ class Minimum(Form):
         return scale * row, minimum * row
 
 
-class Zero(Form):
+class Zero(Scaling):
     """int32 [N, K / group]: the scale, a half, above the zero point in sixteenths."""
 
     def shapes(self, N: int, K: int, group: int) -> Shapes:
@@ -116,7 +116,7 @@ class Zero(Form):
         return scale, scale * sixteenths / -16
 
 
-class Parts(Form):
+class Parts(Scaling):
     """int16 [N, K / 32] holds the scale's byte and, above it, the minimum's. int32 [N, K / group]
     holds the halves by which these are multiplied, in the same order. If the minimum's half is 0,
     there is no minimum, and its byte is the scale of the last 16 columns."""
@@ -143,14 +143,14 @@ class Parts(Form):
 @dataclass(frozen=True, eq=False)
 class FileGroups(Grouped):
     """Three things are stored: the codes of a file, int8 [N, K] with the sign bit flipped, so that
-    as unsigned bytes they are 128 more; what `form` stores for their groups; and a factor for each
-    row, float32 [N, 1].
+    as unsigned bytes they are 128 more; what `scaling` stores for their groups; and a factor for
+    each row, float32 [N, 1].
 
     The halves of a row are multiplied by a power of two, such that the largest is at least 2^14.
     Those that were halves in the file lose no bit. Kernels multiply them by `unit`, so that decoded
     weights fit halves, too."""
 
-    form: Form = Form()
+    scaling: Scaling = Scaling()
     unit: float = 1.0
     middle: int = 0  # the code that stands for 0 where there is no minimum
 
@@ -164,12 +164,12 @@ class FileGroups(Grouped):
         return tensors[0] ^ -128
 
     def shapes(self, N: int, K: int) -> Shapes:
-        groups = self.form.shapes(N, K, self.group)
+        groups = self.scaling.shapes(N, K, self.group)
         return self.code_shapes(N, K) | groups | {"row": (torch.float32, (N, 1))}
 
     def scales(self, tensors: Tensors) -> Tensors:
         _, *groups, row = tensors
-        return self.form.scales(tuple(groups), row * self.unit, self.middle)
+        return self.scaling.scales(tuple(groups), row * self.unit, self.middle)
 
     def write(self, rows: Quantised, out: Tensors) -> None:
         minimum = rows.minimum
@@ -185,7 +185,7 @@ class FileGroups(Grouped):
             codes = codes + self.middle * spread(minimum == 0, codes.shape[1])
         values = (
             *self.encode_codes(self.in_runs(codes)),
-            *self.form.encode(rows, scale, minimum),
+            *self.scaling.encode(rows, scale, minimum),
             1 / (up * self.unit),
         )
         for place, value in zip(out, values, strict=True):
@@ -267,7 +267,7 @@ Q4_1 = FileGroups4(
     stream_load=_q4_1_stream_load,
     stream_sums=int4.stream_sums_with_minimum,
     group=32,
-    form=Minimum(),
+    scaling=Minimum(),
     unit=2.0**-24,
     **int4.STREAMED,
     **ROTATED,
@@ -317,7 +317,7 @@ Q4_K = FileGroups4(
     stream_load=_q4_k_stream_load,
     stream_sums=int4.stream_sums_with_minimum,
     group=256,
-    form=Parts(),
+    scaling=Parts(),
     unit=2.0**-30,
     **int4.STREAMED,
     **ROTATED,
@@ -348,7 +348,7 @@ def _with_zeros(group: int) -> FileGroups4:
         stream_load=_zero_stream_load,
         stream_sums=int4.stream_sums_with_zero,
         group=group,
-        form=Zero(),
+        scaling=Zero(),
         unit=2.0**-24,
         **int4.STREAMED,
         **ROTATED,
@@ -403,7 +403,7 @@ class FileGroups6(FileGroups):
         _, _, parts, halves, row = tensors
         # The scales of both halves of each 32 columns, which are equal if there is a minimum
         last = torch.where(_without_minimum(halves, parts.shape[1]), parts >> 8, parts)
-        return self.form.scales((_joined(parts, last), halves), row * self.unit, self.middle)
+        return self.scaling.scales((_joined(parts, last), halves), row * self.unit, self.middle)
 
 
 def _without_minimum(halves: Tensor, columns: int) -> Tensor:
@@ -539,7 +539,7 @@ Q6_K = FileGroups6(
     neighbours=64,
     peak=16384.0,
     group=256,
-    form=Parts(),
+    scaling=Parts(),
     middle=32,
     unit=2.0**-31,
 )
@@ -703,7 +703,7 @@ Q8_1 = replace(
     scales_of=_q8_1_scales,
     stream_load=_q8_1_stream_load,
     stream_sums=_q8_1_sums,
-    form=Minimum(),
+    scaling=Minimum(),
 )
 
 # Q8_K, for IQ4_XS, whose 16 levels are bytes: Parts for each 32 columns of 256
@@ -737,7 +737,7 @@ Q8_K = replace(
     scales_of=_q8_k_scales,
     stream_load=_q8_k_stream_load,
     group=256,
-    form=Parts(),
+    scaling=Parts(),
     unit=2.0**-13,
 )
 
