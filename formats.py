@@ -4,11 +4,12 @@ A format is one block of functions and numbers, for torch and for kernels. Nothi
 stores a matrix. To add one, subclass Format, write its functions, and enter it in kernels.FORMATS:
 it can then be loaded, saved, divided among ranks, and run with one token, a few, or a prompt.
 
-    code     a small integer, or an 8-bit float, that stands for a weight
-    word     an int32 that holds several codes
-    group    neighbouring columns of a row that share a scale, and a minimum or a zero point
-    run      eight neighbouring columns
-    half2    two halves in one 32-bit register; one instruction computes with both"""
+    code         a small integer, or an 8-bit float, that stands for a weight
+    word         an int32 that holds several codes
+    group        neighbouring columns of a row that share a scale, and a minimum or a zero point
+    run          eight neighbouring columns
+    half2        two halves in one 32-bit register; one instruction computes with both
+    cpu_layout   a second copy of a matrix, as a CPU's library reads it"""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
@@ -135,8 +136,9 @@ def load_vector(x, k, offs_k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.
 
 @jit
 def first_rows(ids, N, SUMMED: tl.constexpr):
-    """A tuple: the first row in W of each of SUMMED matrices whose products are added up, or of this
-    program's one. N: rows of a matrix. The loads bypass the L1 cache, where ids may be stale."""
+    """A tuple: the first row in W, a stack of matrices of N rows, of each of the SUMMED ones whose
+    products are added up, or of this program's one. The loads bypass the L1 cache, where ids may be
+    stale."""
     first = ()
     if ids is None:
         first += (0,)

@@ -1,6 +1,18 @@
-"""Every op of the model. One op is one block: formula and shapes, a reference in plain torch, the
-Triton kernel or what it adds to a product, its launcher. The larger ones are in attention.py and
-sampling.py, and the router of models with experts is in extra/experts.py.
+"""The ops of the model, each in plain torch and in Triton.
+
+Read in this order:
+
+    launch.py      how a kernel is launched, and what it may do before the one before it has ended
+    formats.py     what a matrix is: how its weights are stored, and how kernels load them.
+                   fp8.py and extra/int4.py are the formats that this program encodes
+    products.py    x W^T for one token, a few, or a prompt, and the norm before it
+    attention.py   for one token, a few, or a prompt
+    sampling.py    how the next token is chosen
+    kernels.py     (here) what is done with the rows of each product, RoPE, the embedding, and last
+                   the table of all ops: start with that
+
+In extra/ is what only some models, cards or machines need: stream.py and quants.py (codes in
+groups), experts.py, hopper.py, cpu.py, parallel.py.
 
 Shape letters, here and everywhere:
 
@@ -8,16 +20,13 @@ Shape letters, here and everywhere:
     C dim               F hidden_dim          N, K  rows and columns of any matrix
     H query heads       KH key/value heads    G = H / KH      D head_dim
 
-Words, here and everywhere:
+Words, here and everywhere; formats.py has those for weights (code, word, group, run, half2):
 
-    code         a small integer, or an 8-bit float, stored for a weight; formats.py says how
-    word         an int32 that holds several codes
-    group        neighbouring columns of a matrix that share a scale
-    half2        two halves in one 32-bit register; one instruction computes with both
-    tile, block  what a program loads at once; a tile's sizes are BLOCK_..., or BLOCK columns
-    chunk        a part of a prompt that is evaluated at once
-    cpu_layout   a matrix as a CPU's library reads it
-    epilogue     what an op does with the rows of a product
+    tile, block   what a program loads at once; a tile's sizes are BLOCK_..., or BLOCK columns
+    epilogue      what an op does with the rows of a product, as a function that the kernel calls
+    stack         the matrices of all experts, one after the other in one Matrix
+    slot          one of the k places of a token for an expert
+    chunk         a part of a prompt that is evaluated at once
 
 There is one sequence at a time, so there is no batch axis. An op takes x, the weights that it needs
 (a layer, a matrix or a norm) and, if it reads or writes the sequence, its state:
@@ -25,11 +34,11 @@ op(x, layer, state). `pos` is a one-element int32 tensor on the device that says
 are cached before the T new ones. Its value is called start_pos. Kernels take contiguous tensors and
 derive strides from shapes.
 
-The file ends with a table of the ops, each in two columns. `reference` (--backend torch) has the
-functions whose names end in _ref, and runs on any torch device: it is the CPU path, and the oracle
-in tests. `fused` (--backend triton) runs on CUDA, and on CPU tensors when TRITON_INTERPRET=1.
-README.md says what else an op needs. Products that launch.json does not list take its default
-sizes."""
+One op is one block: formula and shapes, the reference, the kernel or the epilogue, the launcher.
+`reference` (--backend torch) has the functions whose names end in _ref. It runs on any torch
+device: it is the CPU path, and the oracle in tests. `fused` (--backend triton) runs on CUDA, and on
+CPU tensors when TRITON_INTERPRET=1. README.md says what else an op needs. Products that launch.json
+does not list take its default sizes."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
@@ -63,10 +72,10 @@ from products import (
     launch_product,
     library_product,
     linear_ref,
-    places,
     prepare_rows,
     rmsnorm,
     rmsnorm_ref,
+    rows_and_tokens,
     silu_mul,
     store_rows,
 )
@@ -203,7 +212,7 @@ class Heads(NamedTuple):
 def _prepare_rope(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
     """Token, head, pair, position, cosine and sine of each pair of rows, and which of them exist.
     `pos` moves only between steps."""
-    pairs, t = places(row // 2, ROWS // 2, TOKENS)
+    pairs, t = rows_and_tokens(row // 2, ROWS // 2, TOKENS)
     head = pairs // (SIZES.D // 2)
     pair = pairs % (SIZES.D // 2)
     mask = (pairs < N // 2) & (t < T)
@@ -356,7 +365,7 @@ def rmsnorm_swiglu_ref(
 @jit
 def _prepare_halves(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
     """The indices that _store_swiglu needs, computed early as in prepare_rows."""
-    return places(row // 2, ROWS // 2, TOKENS)
+    return rows_and_tokens(row // 2, ROWS // 2, TOKENS)
 
 
 @jit

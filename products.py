@@ -1,17 +1,22 @@
-"""Products: y = x W^T, of one token, of a few, or of a prompt.
+"""Products: y = x W^T or rmsnorm(x) W^T, of one token, a few, or a prompt.
 
-With one token a product is bound by reading W: the kernel streams W's rows once and does
-everything else on the way. With 2 to 16 tokens, tensor cores multiply W as it streams by.
-What an op does with the result is its epilogue, a function that each of these kernels calls
-with its part of y. With more tokens, or where launch.json has no sizes, the library's product
-runs between small fused kernels: with many tokens it is compute-bound, and runs at the card's
-product rate (BENCHMARKS.md). For experts, extra/experts.py has a kernel in its place.
+Read in this order:
 
-A matrix may have a bias [N], which is added to y before the epilogue. Without one, None is
-passed, and the kernel is compiled without that step.
+    rmsnorm        what comes before most products; for 8-bit tensor cores, x as codes
+    linear_ref     the reference. extra/cpu.py has what is fast on a CPU
+    epilogues      what an op does with y is a function, which a kernel calls with its part of y
+    stacks         which of the matrices in W are multiplied is an argument (experts)
+    one token      bound by reading W: the kernel streams W's rows once and does everything else on
+                   the way. Formats with codes in groups have theirs in extra/stream.py
+    a few tokens   with 2 to 16, tensor cores multiply W as it streams by
+    launching      which of these kernels it is, and how its work is divided
+    a prompt       the library's product between small fused kernels. With many tokens it is
+                   compute-bound, and runs at the card's product rate (BENCHMARKS.md). Experts have
+                   a kernel in its place, in extra/experts.py
 
-A kernel is told how a matrix is stored: LOAD, VALUES, SCALES, COLUMNS, GROUP and GAIN are
-what formats.Format describes."""
+A kernel is told how W is stored: LOAD, VALUES, SCALES, COLUMNS, GROUP and GAIN are what
+formats.Format describes. It adds the bias [N] before the epilogue; without one, None is passed, and
+the kernel is compiled without that step."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
@@ -134,24 +139,28 @@ def linear_ref(x: Tensor, w: Matrix) -> Tensor:
     return y if w.bias is None else y.add_(w.bias)
 
 
-# ---- what is done with the rows of a product
+# ---- epilogues
 
 
 class Epilogue(NamedTuple):
-    """What an op does with a product: kernel functions, and their own arguments and sizes. y is
-    [ROWS, TOKENS], or [ROWS] with one token."""
+    """What an op does with a product: two kernel functions, and their own arguments and sizes.
+    prepare_rows and store_rows below are the simplest ones."""
 
-    prepare: object  # (args, row, T, N, ROWS, TOKENS, SIZES) -> ready: what need not wait
-    store: object  # (args, y, ready, row, T, N, ROWS, TOKENS, SIZES)
+    # (args, row, T, N, ROWS, TOKENS, SIZES) -> ready: what need not wait for the product of ROWS
+    # rows from `row` on
+    prepare: object
+    # (args, y, ready, row, T, N, ROWS, TOKENS, SIZES), with y [ROWS, TOKENS], or [ROWS] with one
+    # token
+    store: object
     args: tuple  # tensors
     sizes: tuple = ()  # a NamedTuple of ints
     added: int | None = None  # which of args is added to y: [N] with one token, [T, N] with a few
 
 
 @jit
-def places(row, COUNT: tl.constexpr, TOKENS: tl.constexpr):
-    """For an epilogue: the indices of COUNT rows from `row` on, and those of the tokens, in shapes
-    that broadcast."""
+def rows_and_tokens(row, COUNT: tl.constexpr, TOKENS: tl.constexpr):
+    """The indices of COUNT rows from `row` on, and those of the tokens, in shapes that
+    broadcast."""
     if TOKENS == 1:
         return row + tl.arange(0, COUNT), row * 0
     else:
@@ -176,7 +185,7 @@ def silu_mul(a, b):
 def prepare_rows(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
     """The indices that store_rows needs. Were they computed after the product, ptxas would load
     W later, which costs 1% with several tokens."""
-    return places(row, ROWS, TOKENS)
+    return rows_and_tokens(row, ROWS, TOKENS)
 
 
 @jit
@@ -188,12 +197,11 @@ def store_rows(
     tl.store(args[0] + t * N + rows, y.to(args[0].dtype.element_ty), mask=(rows < N) & (t < T))
 
 
-# ---- which matrices of a stack are multiplied
+# ---- stacks: matrices of equal shape in one Matrix, one after the other, as experts have them
 
 
 class Stack(NamedTuple):
-    """Matrices of equal shape in one Matrix, one after the other, and which of them a product of
-    one token takes."""
+    """Which matrices of a stack one token takes."""
 
     ids: Tensor | None  # int32 [k]; None if there is a single matrix
     rows: int  # of each matrix
@@ -217,8 +225,8 @@ class Experts(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """What several tokens take of such a stack. A slot is one of the places of a token, each of
-    which has an expert."""
+    """Which matrices several tokens take. A token has k slots, each of which has chosen an
+    expert."""
 
     order: Tensor  # int32 [T k]: the slots, sorted by expert
     counts: Tensor  # int32 [E]: how many slots each expert has
@@ -241,7 +249,7 @@ def block_of(counts, block, SIZE: tl.constexpr, EXPERTS: tl.constexpr):
     return expert, begin, tl.minimum(left, SIZE)
 
 
-# ---- products with one token
+# ---- one token
 
 
 # Products in half precision. At 8 bits per weight the arithmetic matters: an H200 reads 4.6e12
@@ -250,11 +258,11 @@ def block_of(counts, block, SIZE: tl.constexpr, EXPERTS: tl.constexpr):
 # a time to a half2, multiplies it by a half2 of x in one instruction (fma.rn.f16x2), and adds up
 # eight products in half precision before the sum is widened to fp32.
 #
-# This is sound only if the range is right. A half ends at 65504 and loses precision below 6e-5. So x
-# is multiplied by a power of two, which is exact. It is chosen so that eight products with codes of
-# at most 448 stay below 65504, and those that matter lie far above 6e-5. _vector_kernel scales all of
-# x alike, stream_kernel each 64 columns by themselves. Eight neighbours of a row must be in one
-# thread.
+# This is sound only if the range is right. A half ends at 65504 and loses precision below 6e-5. So
+# x is multiplied by a power of two, which is exact. It is chosen so that eight products with codes
+# of at most 448 stay below 65504, and those that matter lie far above 6e-5. _vector_kernel scales
+# all of x alike, stream_kernel each 64 columns by themselves. Eight neighbours of a row must be in
+# one thread.
 
 # Up to this norm weight, eight products of rmsnorm(x) stay below 65504 for K of up to 8192 in
 # _vector_kernel; stream_kernel needs less than 32
@@ -334,11 +342,11 @@ def _range_of(
     return power, inv_rms
 
 
-# W may be a stack of equal matrices (experts), of N rows and K columns each; `ids` picks some. With
-# SUMMED = 1, each of them multiplies the same x, in a row of the grid of its own. The previous
-# kernel wrote the ids, so the programs wait for it at once, and only then let the next kernel
-# start. With more SUMMED, x has a part for each matrix, and the products are added up. The ids are
-# then older than the previous kernel (launch.py), so they are read, and W is loaded, before the wait.
+# Where W is a stack, `ids` picks some of its matrices, of N rows and K columns each. With SUMMED =
+# 1, each of them multiplies the same x, in a row of the grid of its own. The previous kernel wrote
+# the ids, so the programs wait for it at once, and only then let the next kernel start. With more
+# SUMMED, x has a part for each matrix, and the products are added up. The ids are then older than
+# the previous kernel (launch.py), so they are read, and W is loaded, before the wait.
 
 
 @jit
@@ -427,31 +435,32 @@ def _vector_kernel(
     STORE(args, y, ready, row, 1, N, ROWS, 1, SIZES)
 
 
-# ---- products with a few tokens
+# ---- a few tokens
 #
-#      `tl.dot` usually takes its operands through shared memory, which 8-bit weights would
-#      pass through twice, before and after decoding. Here a thread loads 16 bytes of a row of W straight
-#      into the registers where the tensor cores expect them. Of the columns of a row, the instruction
-#      (mma.m16n8k16) expects these from the four threads that share it:
+#      The instruction of the tensor cores (mma.m16n8k16) multiplies 16 rows of W by 8 tokens, 16
+#      columns at a time. `tl.dot` usually takes its operands through shared memory, which 8-bit
+#      weights would pass through twice, before and after decoding. Here each thread loads 16 bytes
+#      of a row of W straight into the registers where the instruction expects them.
 #
-#          thread   0     1     2     3     0     1       2       3
-#          columns  0,1   2,3   4,5   6,7   8,9   10,11   12,13   14,15
+#      Four threads share a row. Of its 16 columns, the instruction expects from each of them:
 #
-#      First come the pairs of the lower eight columns, then those of the upper eight.
+#          thread     0             1              2              3
+#          columns    0, 1, 8, 9    2, 3, 10, 11   4, 5, 12, 13   6, 7, 14, 15
 #
-#      But the order of K in a sum is free: whatever columns a thread has loaded can stand in for those
-#      that the instruction expects from it, as long as it loads the same columns of x. With 16-bit
-#      weights, thread 0 loads columns 0 to 7, thread 1 columns 8 to 15, and so on; the first instruction
-#      takes columns 0, 1 and 2, 3 of thread 0 for its columns 0, 1 and 8, 9. So dimension 1 of a tile is
-#      a thread's neighbours, dimension 0 everything else (lanes, warps, registers, in this order), and
-#      reshape and permute relabel the elements without moving them: (steps, groups of 8 rows, sides,
-#      warps, rows, sides, lanes, runs of 8 neighbours, instructions, halves of an instruction, pairs).
-#      The warps of a program share its rows and split K; a sum over the warps completes the product.
+#      But what a thread has loaded are neighbours: with 16-bit weights, thread 0 has columns 0 to
+#      7, thread 1 has 8 to 15, and so on. That does not matter. Columns may be added up in any
+#      order, as long as x has the same order. So the first instruction takes the first four columns
+#      of each thread for those in the table, and the second instruction the next four.
 #
-#      An instruction multiplies 16 rows of W by 8 tokens, so the tokens are padded to 8 or 16. The norm,
-#      where there is one, is a separate kernel that runs first: while it runs, the first tiles of W are
-#      already in flight, except where a router has to choose them.
-
+#      The compiler is told this by relabelling, in which no element moves. A tile is loaded as a
+#      matrix. Its columns are the neighbours that a thread has. Its rows count everything else:
+#      lanes fastest, then warps, then registers. reshape splits both, and permute puts together
+#      what makes up the rows of W, and what makes up its columns.
+#
+#      The warps of a program share its rows and split the columns; a sum over the warps completes
+#      the product. Tokens are padded to 8 or 16. The norm, where there is one, is a separate kernel
+#      that runs first: while it runs, the first tiles of W are already in flight, except where a
+#      router has to choose them.
 
 MAX_FEW = 16  # tokens
 
@@ -462,9 +471,10 @@ def _load_few_weights(
     LOAD: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Load TILE.rows rows of the matrix whose N rows begin at row `first` of W, from its `row` on,
-    and of each of them TILE.warps * TILE.steps * 64 bytes from column k on. A thread gets EACH weights
-    of a row. A warp loads TILE.lanes * 16 neighbouring bytes of a row at a time; with more than 4
-    lanes the compiler moves values between threads."""
+    and of each of them TILE.warps * TILE.steps * 64 bytes from column k on. A thread gets EACH
+    weights of a row. A warp loads TILE.lanes * 16 neighbouring bytes of a row at a time: with 8
+    lanes, two times four threads are side by side in a row, and the compiler moves values between
+    them."""
     GROUPS: tl.constexpr = TILE.rows // 8
     SIDES: tl.constexpr = TILE.lanes // 4
     i = tl.arange(0, TILE.steps * GROUPS * TILE.warps * 32)[:, None]
@@ -483,6 +493,8 @@ def _weights_operand(tile, TILE: tl.constexpr):
     """A tile of W as [warps, rows, columns of a warp]."""
     EACH: tl.constexpr = tile.shape[1]
     SIDES: tl.constexpr = TILE.lanes // 4
+    # Steps, groups of 8 rows, sides, warps, rows, sides, lanes; then of a thread's neighbours: runs
+    # of 8, instructions, halves of an instruction's columns, pairs
     tile = tile.reshape(
         TILE.steps // SIDES, TILE.rows // 8, SIDES, TILE.warps, 8 // SIDES, SIDES, 4, EACH // 8, 2, 2, 2
     )  # fmt: skip
@@ -591,13 +603,13 @@ def _few_kernel(
     if bias is not None:
         y += biases
     if ADDED is not None:
-        rows, t = places(row, TILE.rows, TOKENS)
+        rows, t = rows_and_tokens(row, TILE.rows, TOKENS)
         added = tl.load(args[ADDED] + t * N + rows, mask=(rows < N) & (t < T), other=0.0)
         y += added.to(tl.float32)
     STORE(args, y, ready, row, T, N, TILE.rows, TOKENS, SIZES)
 
 
-# ---- launching a product
+# ---- launching
 
 
 class Plan(NamedTuple):
@@ -770,7 +782,7 @@ def launch_plan(
     )
 
 
-# ---- the product of a prompt
+# ---- a prompt
 
 
 @jit

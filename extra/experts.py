@@ -7,9 +7,13 @@ over all logits, divided by the sum of the k weights if the model says so (norm_
 the lower id wins. A logit that is NaN counts as -inf, so that it beats no number; if all of them
 are NaN, the weights are too, and the logits of the model say so.
 
-The experts' matrices lie one after the other in one Matrix: w13 [E 2 F, C], w2 [E C, F], where F is
-the hidden_dim of one expert. A slot is one of the k places of a token. Weights are applied to the
-hidden values, so that what follows is a plain sum over the slots."""
+The experts' matrices are a stack: they lie one after the other in one Matrix, w13 [E 2 F, C] and
+w2 [E C, F], where F is the hidden_dim of one expert. A slot is one of the k places of a token.
+Weights are applied to the hidden values, so that what follows is a plain sum over the slots.
+
+Read in this order: the router; the products, by products.py with up to 16 tokens and by the kernel
+here in a prompt; their epilogues; last the two ops that kernels.py asks for in a layer with
+experts."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
@@ -51,8 +55,8 @@ from products import (
     launch_single,
     linear_ref,
     normed,
-    places,
     prepare_rows,
+    rows_and_tokens,
     silu_mul,
     store_rows,
 )
@@ -69,6 +73,9 @@ class Routes(NamedTuple):
     # each expert has, int32 [E]
     order: Tensor | None = None
     counts: Tensor | None = None
+
+
+# ---- the router
 
 
 def route_ref(x: Tensor, layer: LayerView, state: StateView) -> Routes | None:
@@ -294,15 +301,18 @@ def slots_ref(x: Tensor, w: Matrix, N: int, routes: Routes) -> Tensor:
     return y
 
 
-# ---- several tokens: one product for all experts
+# ---- their products
+#
+#      With one token, the kernels in products.py take the matrices that it has chosen. With
+#      several, one launch multiplies all of them.
 #
 #      The slots are sorted by expert. The programs of a row of the grid take a block of slots that
 #      chose the same expert. Which expert and which slots these are follows from how many each
 #      expert has. So the grid depends on numbers of tokens only, and can be captured: the programs
 #      beyond the last block end at once.
 #
-#      Up to 16 tokens, products._few_kernel multiplies them where launch.json has sizes for it. All
-#      others go through the kernel below, which decodes tiles of W, in any format, or hands E4M3
+#      Up to 16 tokens, products._few_kernel does it where launch.json has sizes for it. All others
+#      go through the kernel below, which decodes tiles of W, in any format, or hands E4M3
 #      codes to the tensor cores as they are.
 
 
@@ -364,15 +374,15 @@ def grouped_kernel(
     STORE(args, acc, ready, row, T, N, ROWS, TOKENS, SIZES)
 
 
-# ---- what is done with the rows of their products
+# ---- their epilogues
 #
-#      With several tokens, a kernel appends to args a pointer to the T slots that it has multiplied.
+#      With several tokens, the kernel appends to args a pointer to the T slots of its block.
 
 
 @jit
 def _prepare_slots(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
     """The rows, the numbers of the slots, of which there are T, and the slots."""
-    rows, i = places(row, ROWS, TOKENS)
+    rows, i = rows_and_tokens(row, ROWS, TOKENS)
     return rows, i, tl.load(args[-1] + i, mask=i < T, other=0).to(tl.int64)
 
 
@@ -397,7 +407,7 @@ def _prepare_hidden(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, S
     """The same for h, and the slots' weights. With one token, a program has a single slot, and the
     router has ended by now (see first_rows)."""
     if TOKENS == 1:
-        offs_f, i = places(row // 2, ROWS // 2, TOKENS)
+        offs_f, i = rows_and_tokens(row // 2, ROWS // 2, TOKENS)
         slot = tl.program_id(1)
         return offs_f, i, slot, tl.load(args[1] + slot, cache_modifier=".cg")
     else:

@@ -87,9 +87,9 @@ def _stream_x(
     x, norm_tiles, k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, SUM_X: tl.constexpr,
     PEAK: tl.constexpr,
 ):  # fmt: skip
-    """Load BLOCK places of x, times the norm's weights if there is a norm. Each 64 of them are scaled
-    by a power of two of their own, so that magnitudes stay below PEAK, as long as no norm weight is
-    above NORM_LIMIT.
+    """Load BLOCK places of x, times the norm's weights if there is a norm. Each 64 of them are
+    scaled by a power of two of their own, so that magnitudes stay below PEAK, as long as no norm
+    weight is above products.NORM_LIMIT.
 
     Returns a tuple of x as half2, its sums by SUM_X places and the factors that undo the scaling;
     and the sums of x's squares by 64, or zeros if there is no norm."""
@@ -102,8 +102,8 @@ def _stream_x(
     # The bits of 2^e, the power of two at or below each peak
     exponent = tl.max(peak, 1).to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000
     exponent = tl.minimum(exponent, 0x7C000000)  # 2^121: so that 1 / 2^e is a normal float
-    # Peaks are scaled to less than TOP. With a norm that is at most 32, for two reasons: _squares adds
-    # up four squares in half precision, and the norm's weights may be as large as 32 themselves
+    # Peaks are scaled to less than TOP. With a norm that is at most 32, for two reasons: _squares
+    # adds up four squares in half precision, and the norm's weights may be as large as 32 themselves
     TOP: tl.constexpr = PEAK if norm_tiles is None else min(PEAK, 1024) / 32
     # The rest of the way from 1024 to PEAK is multiplied into the norm's weights
     LIFT: tl.constexpr = 1.0 if norm_tiles is None else max(PEAK / 1024, 1.0)
@@ -122,7 +122,7 @@ def _stream_x(
 
 
 @jit
-def _scales_of_parts(
+def _scales_side_by_side(
     w, first, rows, k, N, K: tl.constexpr, COLUMNS: tl.constexpr, GAIN: tl.constexpr
 ):
     """The factors of sums over rows of several matrices side by side, for each 64 columns from k
@@ -140,7 +140,7 @@ def stream_kernel(
     SCALES: tl.constexpr, COLUMNS: tl.constexpr, GAIN: tl.constexpr, SUM_X: tl.constexpr, PEAK: tl.constexpr,
     PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """What _vector_kernel does, for a format with stream_load and stream_sums, which are LOAD and
+    """What products._vector_kernel does, for a format with stream_load and stream_sums, which are LOAD and
     SUMS here. A program loops over TILES tiles of ROWS rows. Triton's pipelining turns the loads of
     W in this loop into asynchronous copies to shared memory, STAGES - 1 tiles ahead, the first of
     them before the wait."""
@@ -186,7 +186,7 @@ def stream_kernel(
                 else:
                     w_tiles += (LOAD(w, (rows * K, K, offsets), k, left, BLOCK, GROUP),)
                 if GAIN is not None and SUMMED > 1:
-                    part_scales += (_scales_of_parts(w, first, rows, k, N, K, BLOCK, GAIN),)
+                    part_scales += (_scales_side_by_side(w, first, rows, k, N, K, BLOCK, GAIN),)
         if i == 0:
             gdc_wait(PDL)
             if ADDED is not None:
