@@ -27,240 +27,7 @@ Tensors = tuple[Tensor, ...]  # what a format stores for a matrix, codes first
 Shapes = dict[str, tuple[torch.dtype, tuple[int, int]]]  # type and shape of each of these, by name
 
 
-# ---- in kernels: loading a tile. See Format.load for the arguments
-
-
-@jit
-def load_once(pointers, offs_k, left):
-    """Load what is read once and need not stay in the caches. Columns from `left` on are zero; if
-    `left` is None, there are enough of them."""
-    if left is None:
-        return tl.load(pointers, eviction_policy="evict_first")
-    else:
-        return tl.load(pointers, mask=offs_k < left, other=0.0, eviction_policy="evict_first")
-
-
-@jit
-def begin_of(start, k, offs_k, COLUMNS: tl.constexpr, EACH: tl.constexpr):
-    """Where rows begin, for columns k + offs_k of them: `start` of Format.load, counted in elements
-    of EACH weights."""
-    if isinstance(start, tl.tensor):
-        return start // EACH
-    else:
-        rows, _, offsets = start
-        begin = offsets[0] // EACH + offs_k * 0
-        for part in tl.static_range(1, len(offsets)):
-            if part * start[1] < k + COLUMNS:
-                begin = tl.where(k + offs_k >= part * start[1], offsets[part] // EACH, begin)
-        return rows // EACH + begin
-
-
-@jit
-def load_elements(
-    w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr = 1
-):
-    """The `load` of a format whose first tensor stores one element for each weight."""
-    offs_k = tl.arange(0, COLUMNS)[None, :]
-    pointers = w[0] + tl.max_contiguous(start + k + offs_k, [1, NEIGHBOURS])
-    return load_once(pointers, offs_k, left)
-
-
-@jit
-def load_words(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, COUNT: tl.constexpr):
-    """Load a tensor of W as int32 words, each of which belongs to EACH columns: [R, COLUMNS /
-    EACH]. A thread gets COUNT neighbouring words."""
-    word = tl.arange(0, COLUMNS // EACH)[None, :]
-    begin = begin_of(start, k, word * EACH, COLUMNS, EACH)
-    words = w.to(tl.pointer_type(tl.int32)) + begin + (k // EACH + word)
-    # Either all neighbours of a thread are loaded or none, so that one instruction can load them
-    offs_k = word // COUNT * (COUNT * EACH)
-    return load_once(tl.max_contiguous(words, [1, COUNT]), offs_k, left)
-
-
-@jit
-def load_codes(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr):
-    """Load words that hold EACH codes each: [R, COLUMNS / (4 EACH), 4]. A thread gets four
-    neighbouring words."""
-    words = load_words(w, start, k, left, COLUMNS, EACH, 4)
-    return words.reshape(words.shape[0], COLUMNS // (4 * EACH), 4)
-
-
-@jit
-def load_groups(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, GROUP: tl.constexpr):
-    """Load from a tensor of W that stores one element for each GROUP columns. Returns, for every
-    EACH columns, the element that belongs to them: [R, COLUMNS / EACH], one for each thread, as the
-    codes are divided among threads. `start` must be a multiple of GROUP, k a multiple of EACH."""
-    offs_k = tl.arange(0, COLUMNS // EACH)[None, :] * EACH
-    begin = begin_of(start, k, offs_k, COLUMNS, GROUP)
-    pointers = w + begin + tl.max_contiguous((k + offs_k) // GROUP, [1, 1])
-    return load_once(pointers, offs_k, left)
-
-
-@jit
-def load_two_groups(
-    w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr
-):
-    """load_groups for every 32 columns, where a thread has 64 of them: [R, COLUMNS / 32], two
-    elements for each thread. BITS: the size of an element, 16 or 32."""
-    if GROUP > 32:  # a multiple of 64, so that both are the same
-        one = load_groups(w, start, k, left, COLUMNS, 64, GROUP)
-        return tl.join(one, one).reshape(one.shape[0], COLUMNS // 32)
-    elif BITS == 16:
-        both = load_groups(w.to(tl.pointer_type(tl.int32)), start, k, left, COLUMNS, 64, 64)
-        return int16_of(both).to(w.dtype.element_ty, bitcast=True)
-    else:
-        return load_words(w, start, k, left, COLUMNS, 32, 2)
-
-
-@jit
-def columns_of(places, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """See Format.columns. Unless eight neighbours have a dimension of their own, loads are not
-    vectorised: the compiler does not see through the arithmetic."""
-    if COLUMNS is None:
-        return places
-    else:
-        return COLUMNS(places, K)
-
-
-@jit
-def load_vector(x, k, offs_k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """Load x for the weights that are stored in places k + offs_k. The interpreter gets fp32, since
-    its own bf16 products are wrong."""
-    pointers = x + columns_of(k + offs_k, K, COLUMNS)
-    if K % BLOCK == 0:
-        tile = tl.load(pointers)
-    else:
-        tile = tl.load(pointers, mask=offs_k < K - k, other=0.0)
-    return tile.to(tl.float32) if EMULATED else tile
-
-
-@jit
-def first_rows(ids, N, SUMMED: tl.constexpr):
-    """A tuple: the first row in W, a stack of matrices of N rows, of each of the SUMMED ones whose
-    products are added up, or of this program's one. The loads bypass the L1 cache, where ids may be
-    stale."""
-    first = ()
-    if ids is None:
-        first += (0,)
-    elif SUMMED == 1:
-        first += (tl.load(ids + tl.program_id(1), cache_modifier=".cg").to(tl.int64) * N,)
-    else:
-        for slot in tl.static_range(SUMMED):
-            first += (tl.load(ids + slot, cache_modifier=".cg").to(tl.int64) * N,)
-    return first
-
-
-@jit
-def row_scale(w, rows, mask, GAIN: tl.constexpr):
-    """The factors of sums over rows of W: the rows' scales times GAIN, see Format.gain."""
-    return tl.load(w[-1] + rows, mask=mask, other=0.0) * GAIN
-
-
-# ---- in kernels: bits
-
-
-@jit
-def half2_of(low, high):
-    """Two halves as one half2: `low` in the lower 16 bits, `high` in the upper ones."""
-    return low.to(tl.uint16, bitcast=True).to(tl.uint32) | (
-        high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
-    )
-
-
-@jit
-def half_at(bits, EXPONENT: tl.constexpr):
-    """The half in the lower bits of int32, times 2^-EXPONENT, as a float."""
-    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * (2.0**-EXPONENT)
-
-
-@jit
-def int16_of(words):
-    """Split each int32 into two int16, the lower one first: [..., M] to [..., 2 M]."""
-    both = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
-    return both.reshape(words.shape[:-1] + (2 * words.shape[-1],))
-
-
-@jit
-def split_4(x):
-    """Split [A, B, 4] into four tensors [A, B]."""
-    even, odd = tl.split(x.reshape(x.shape[0], x.shape[1], 2, 2))
-    x0, x2 = tl.split(even)
-    x1, x3 = tl.split(odd)
-    return x0, x1, x2, x3
-
-
-@jit
-def as_floats(bytes_):
-    """Join the four bytes in which PTX returns a float: int8 [A, B, 4] to float32 [A, B]. That
-    costs nothing, since they are in one register. The interpreter has no PTX; there they are floats
-    already."""
-    if EMULATED:
-        return bytes_
-    else:
-        b0, b1, b2, b3 = split_4(bytes_.to(tl.uint8, bitcast=True).to(tl.uint32))
-        return (b0 | (b1 << 8) | (b2 << 16) | (b3 << 24)).to(tl.float32, bitcast=True)
-
-
-@jit
-def sums_of(x, COUNT: tl.constexpr):
-    """Sums of COUNT neighbours: [R, G] to [R, G / COUNT]."""
-    return tl.sum(x.reshape(x.shape[0], x.shape[1] // COUNT, COUNT), 2)
-
-
-def half2_products(
-    half2: tuple[str, str], words: int, codes: int, x: Callable[[int, int], int]
-) -> str:
-    """PTX that adds up the products of codes and x in the half2 register `sums`. half2: see Format.
-    words: how many registers hold codes; the first of them is register `codes`. x: a function from
-    the index of a word, and of its half (0 or 1), to the register that holds the two elements of x
-    for it."""
-    lines = []
-    for word in range(words):
-        for half in (0, 1):
-            lines.append(half2[half].replace("SOURCE", f"${codes + word}"))
-            factors = f"p, ${x(word, half)}"
-            if word == half == 0:
-                lines.append(f"mul.rn.f16x2 sums, {factors};")
-            else:
-                lines.append(f"fma.rn.f16x2 sums, {factors}, sums;")
-    return " ".join(lines)
-
-
 # ---- formats
-
-
-class Quantised(NamedTuple):
-    """A matrix W [N, K] that others have quantised, as codes and, for groups of neighbouring
-    columns, numbers that are halves in the file. In float32 their products are exact (a half times
-    6 or 8 bits, times 4 to 8), so that W is what ggml decodes, bit for bit:
-
-    W = scale * parts[0] * (code - zero) + minimum * parts[1]
-    """
-
-    codes: Tensor  # int8 [N, K]
-    scale: Tensor  # float32 [N, groups]
-    minimum: Tensor | None = None  # float32 [N, groups]; None stands for 0
-    # Whole numbers that fit a byte, one for each part of a group: [N, parts]. None stands for 1
-    parts: tuple[Tensor, Tensor] | None = None
-    zero: Tensor | None = None  # whole numbers [N, groups]; None stands for 0
-
-    def decoded(self) -> Tensor:
-        """float32 [N, K]. Only without zero points."""
-        scale = self.scale
-        minimum = self.minimum
-        if self.parts:
-            scale = in_parts(scale, self.parts[0])
-            if minimum is not None:
-                minimum = in_parts(minimum, self.parts[1])
-        values = self.codes.unflatten(1, (scale.shape[1], -1)) * scale[..., None]
-        if minimum is not None:
-            values += minimum[..., None]
-        return values.flatten(1)
-
-
-def in_parts(groups: Tensor, parts: Tensor) -> Tensor:
-    """Each group's number times the numbers of its parts. [N, G] and [N, P] -> [N, P]."""
-    return (groups[..., None] * parts.unflatten(1, (groups.shape[1], -1))).flatten(1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -423,6 +190,40 @@ class Format:
         return torch.cat([torch.mv(self.stored_weights(part), row) for part in parts])
 
 
+class Quantised(NamedTuple):
+    """A matrix W [N, K] that others have quantised, as codes and, for groups of neighbouring
+    columns, numbers that are halves in the file. In float32 their products are exact (a half times
+    6 or 8 bits, times 4 to 8), so that W is what ggml decodes, bit for bit:
+
+    W = scale * parts[0] * (code - zero) + minimum * parts[1]
+    """
+
+    codes: Tensor  # int8 [N, K]
+    scale: Tensor  # float32 [N, groups]
+    minimum: Tensor | None = None  # float32 [N, groups]; None stands for 0
+    # Whole numbers that fit a byte, one for each part of a group: [N, parts]. None stands for 1
+    parts: tuple[Tensor, Tensor] | None = None
+    zero: Tensor | None = None  # whole numbers [N, groups]; None stands for 0
+
+    def decoded(self) -> Tensor:
+        """float32 [N, K]. Only without zero points."""
+        scale = self.scale
+        minimum = self.minimum
+        if self.parts:
+            scale = in_parts(scale, self.parts[0])
+            if minimum is not None:
+                minimum = in_parts(minimum, self.parts[1])
+        values = self.codes.unflatten(1, (scale.shape[1], -1)) * scale[..., None]
+        if minimum is not None:
+            values += minimum[..., None]
+        return values.flatten(1)
+
+
+def in_parts(groups: Tensor, parts: Tensor) -> Tensor:
+    """Each group's number times the numbers of its parts. [N, G] and [N, P] -> [N, P]."""
+    return (groups[..., None] * parts.unflatten(1, (groups.shape[1], -1))).flatten(1)
+
+
 def rotated(runs, turns):
     """Which run of eight columns is stored in each of these places. Every `turns` neighbouring runs
     are rotated among themselves, by one more step in each next thread (64 columns). Used by torch
@@ -478,15 +279,6 @@ def some_rows(
     elements = 1 << 16 if weights.is_cpu else 1 << 24
     rows = max(1, elements // weights.shape[1])
     yield from zip(*(t.split(rows) for t in (weights, *out)))
-
-
-@jit
-def plain_values(tile, SCALES: tl.constexpr = None):
-    """The `values` of a matrix that has no format."""
-    return tile
-
-
-PLAIN = Format("none", 16, load_elements, plain_values)
 
 
 # ---- matrices
@@ -555,3 +347,214 @@ class Matrix:
 def format_of(w: Matrix) -> Format:
     """The format of a matrix as kernels on its device read it."""
     return w.format.on(w.data.device) if w.format else PLAIN
+
+
+# ---- in kernels: loading a tile. See Format.load for the arguments
+
+
+@jit
+def load_once(pointers, offs_k, left):
+    """Load what is read once and need not stay in the caches. Columns from `left` on are zero; if
+    `left` is None, there are enough of them."""
+    if left is None:
+        return tl.load(pointers, eviction_policy="evict_first")
+    else:
+        return tl.load(pointers, mask=offs_k < left, other=0.0, eviction_policy="evict_first")
+
+
+@jit
+def begin_of(start, k, offs_k, COLUMNS: tl.constexpr, EACH: tl.constexpr):
+    """Where rows begin, for columns k + offs_k of them: `start` of Format.load, counted in elements
+    of EACH weights."""
+    if isinstance(start, tl.tensor):
+        return start // EACH
+    else:
+        rows, _, offsets = start
+        begin = offsets[0] // EACH + offs_k * 0
+        for part in tl.static_range(1, len(offsets)):
+            if part * start[1] < k + COLUMNS:
+                begin = tl.where(k + offs_k >= part * start[1], offsets[part] // EACH, begin)
+        return rows // EACH + begin
+
+
+@jit
+def load_elements(
+    w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr = 1
+):
+    """The `load` of a format whose first tensor stores one element for each weight."""
+    offs_k = tl.arange(0, COLUMNS)[None, :]
+    pointers = w[0] + tl.max_contiguous(start + k + offs_k, [1, NEIGHBOURS])
+    return load_once(pointers, offs_k, left)
+
+
+@jit
+def load_words(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, COUNT: tl.constexpr):
+    """Load a tensor of W as int32 words, each of which belongs to EACH columns: [R, COLUMNS /
+    EACH]. A thread gets COUNT neighbouring words."""
+    word = tl.arange(0, COLUMNS // EACH)[None, :]
+    begin = begin_of(start, k, word * EACH, COLUMNS, EACH)
+    words = w.to(tl.pointer_type(tl.int32)) + begin + (k // EACH + word)
+    # Either all neighbours of a thread are loaded or none, so that one instruction can load them
+    offs_k = word // COUNT * (COUNT * EACH)
+    return load_once(tl.max_contiguous(words, [1, COUNT]), offs_k, left)
+
+
+@jit
+def load_codes(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr):
+    """Load words that hold EACH codes each: [R, COLUMNS / (4 EACH), 4]. A thread gets four
+    neighbouring words."""
+    words = load_words(w, start, k, left, COLUMNS, EACH, 4)
+    return words.reshape(words.shape[0], COLUMNS // (4 * EACH), 4)
+
+
+@jit
+def load_groups(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, GROUP: tl.constexpr):
+    """Load from a tensor of W that stores one element for each GROUP columns. Returns, for every
+    EACH columns, the element that belongs to them: [R, COLUMNS / EACH], one for each thread, as the
+    codes are divided among threads. `start` must be a multiple of GROUP, k a multiple of EACH."""
+    offs_k = tl.arange(0, COLUMNS // EACH)[None, :] * EACH
+    begin = begin_of(start, k, offs_k, COLUMNS, GROUP)
+    pointers = w + begin + tl.max_contiguous((k + offs_k) // GROUP, [1, 1])
+    return load_once(pointers, offs_k, left)
+
+
+@jit
+def load_two_groups(
+    w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr
+):
+    """load_groups for every 32 columns, where a thread has 64 of them: [R, COLUMNS / 32], two
+    elements for each thread. BITS: the size of an element, 16 or 32."""
+    if GROUP > 32:  # a multiple of 64, so that both are the same
+        one = load_groups(w, start, k, left, COLUMNS, 64, GROUP)
+        return tl.join(one, one).reshape(one.shape[0], COLUMNS // 32)
+    elif BITS == 16:
+        both = load_groups(w.to(tl.pointer_type(tl.int32)), start, k, left, COLUMNS, 64, 64)
+        return int16_of(both).to(w.dtype.element_ty, bitcast=True)
+    else:
+        return load_words(w, start, k, left, COLUMNS, 32, 2)
+
+
+@jit
+def plain_values(tile, SCALES: tl.constexpr = None):
+    """The `values` of a matrix that has no format."""
+    return tile
+
+
+PLAIN = Format("none", 16, load_elements, plain_values)
+
+
+# ---- in kernels: rows of W, and what belongs to its columns
+
+
+@jit
+def first_rows(ids, N, SUMMED: tl.constexpr):
+    """A tuple: the first row in W, a stack of matrices of N rows, of each of the SUMMED ones whose
+    products are added up, or of this program's one. The loads bypass the L1 cache, where ids may be
+    stale."""
+    first = ()
+    if ids is None:
+        first += (0,)
+    elif SUMMED == 1:
+        first += (tl.load(ids + tl.program_id(1), cache_modifier=".cg").to(tl.int64) * N,)
+    else:
+        for slot in tl.static_range(SUMMED):
+            first += (tl.load(ids + slot, cache_modifier=".cg").to(tl.int64) * N,)
+    return first
+
+
+@jit
+def row_scale(w, rows, mask, GAIN: tl.constexpr):
+    """The factors of sums over rows of W: the rows' scales times GAIN, see Format.gain."""
+    return tl.load(w[-1] + rows, mask=mask, other=0.0) * GAIN
+
+
+@jit
+def columns_of(places, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """See Format.columns. Unless eight neighbours have a dimension of their own, loads are not
+    vectorised: the compiler does not see through the arithmetic."""
+    if COLUMNS is None:
+        return places
+    else:
+        return COLUMNS(places, K)
+
+
+@jit
+def load_vector(x, k, offs_k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    """Load x for the weights that are stored in places k + offs_k. The interpreter gets fp32, since
+    its own bf16 products are wrong."""
+    pointers = x + columns_of(k + offs_k, K, COLUMNS)
+    if K % BLOCK == 0:
+        tile = tl.load(pointers)
+    else:
+        tile = tl.load(pointers, mask=offs_k < K - k, other=0.0)
+    return tile.to(tl.float32) if EMULATED else tile
+
+
+# ---- in kernels: bits
+
+
+@jit
+def half2_of(low, high):
+    """Two halves as one half2: `low` in the lower 16 bits, `high` in the upper ones."""
+    return low.to(tl.uint16, bitcast=True).to(tl.uint32) | (
+        high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+    )
+
+
+@jit
+def half_at(bits, EXPONENT: tl.constexpr):
+    """The half in the lower bits of int32, times 2^-EXPONENT, as a float."""
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * (2.0**-EXPONENT)
+
+
+@jit
+def int16_of(words):
+    """Split each int32 into two int16, the lower one first: [..., M] to [..., 2 M]."""
+    both = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
+    return both.reshape(words.shape[:-1] + (2 * words.shape[-1],))
+
+
+@jit
+def split_4(x):
+    """Split [A, B, 4] into four tensors [A, B]."""
+    even, odd = tl.split(x.reshape(x.shape[0], x.shape[1], 2, 2))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
+
+
+@jit
+def as_floats(bytes_):
+    """Join the four bytes in which PTX returns a float: int8 [A, B, 4] to float32 [A, B]. That
+    costs nothing, since they are in one register. The interpreter has no PTX; there they are floats
+    already."""
+    if EMULATED:
+        return bytes_
+    else:
+        b0, b1, b2, b3 = split_4(bytes_.to(tl.uint8, bitcast=True).to(tl.uint32))
+        return (b0 | (b1 << 8) | (b2 << 16) | (b3 << 24)).to(tl.float32, bitcast=True)
+
+
+@jit
+def sums_of(x, COUNT: tl.constexpr):
+    """Sums of COUNT neighbours: [R, G] to [R, G / COUNT]."""
+    return tl.sum(x.reshape(x.shape[0], x.shape[1] // COUNT, COUNT), 2)
+
+
+def half2_products(
+    half2: tuple[str, str], words: int, codes: int, x: Callable[[int, int], int]
+) -> str:
+    """PTX that adds up the products of codes and x in the half2 register `sums`. half2: see Format.
+    words: how many registers hold codes; the first of them is register `codes`. x: a function from
+    the index of a word, and of its half (0 or 1), to the register that holds the two elements of x
+    for it."""
+    lines = []
+    for word in range(words):
+        for half in (0, 1):
+            lines.append(half2[half].replace("SOURCE", f"${codes + word}"))
+            factors = f"p, ${x(word, half)}"
+            if word == half == 0:
+                lines.append(f"mul.rn.f16x2 sums, {factors};")
+            else:
+                lines.append(f"fma.rn.f16x2 sums, {factors}, sums;")
+    return " ".join(lines)
