@@ -140,7 +140,7 @@ MUTANTS = [
     ),
     Mutant("extra/int4.py", "by_4 * -zero", "by_4 * zero", "products_with_4_bit"),
     Mutant(
-        "extra/int4.py",
+        "extra/codes4.py",
         "load_groups(w[1], start, k, left, COLUMNS, 32, GROUP)",
         "load_groups(w[1], start, k, left, COLUMNS, 32, 32)",
         "safetensors_formats",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import fp8
-from extra import int4
+from extra import codes4
 from formats import (
     Format,
     Grouped,
@@ -196,14 +196,14 @@ class FileGroups(Grouped):
 
 
 @dataclass(frozen=True, eq=False)
-class FileGroups4(int4.Codes4, FileGroups):
-    """FileGroups with codes of 4 bits, stored as extra/int4.py describes: int32 [N, K / 8]."""
+class FileGroups4(codes4.Codes4, FileGroups):
+    """FileGroups with codes of 4 bits, stored as extra/codes4.py describes: int32 [N, K / 8]."""
 
     def code_shapes(self, N: int, K: int) -> Shapes:
         return {"codes": (torch.int32, (N, K // 8))}
 
     def encode_codes(self, codes: Tensor) -> Tensors:
-        return (int4.to_words(codes),)
+        return (codes4.to_words(codes),)
 
 
 ROTATED = dict(columns=_rotated_4, turns=4)  # what formats with groups of 32 or more share
@@ -220,15 +220,15 @@ def _q4_0_scales(tile, SHIFT: tl.constexpr):
 Q4_0 = FileGroups4(
     "q4_0",
     bits=4,
-    load=int4.load,
-    values=int4.values_with_zero,
+    load=codes4.load,
+    values=codes4.values_with_zero,
     scales_of=_q4_0_scales,
-    stream_load=int4.stream_load,
-    stream_sums=int4.stream_sums_with_zero,
+    stream_load=codes4.stream_load,
+    stream_sums=codes4.stream_sums_with_zero,
     group=32,
     middle=8,
     unit=2.0**-24,
-    **int4.STREAMED,
+    **codes4.STREAMED,
     **ROTATED,
 )
 
@@ -262,14 +262,14 @@ Q4_1 = FileGroups4(
     "q4_1",
     bits=4,
     load=_q4_1_load,
-    values=int4.values_with_minimum,
+    values=codes4.values_with_minimum,
     scales_of=_q4_1_scales,
     stream_load=_q4_1_stream_load,
-    stream_sums=int4.stream_sums_with_minimum,
+    stream_sums=codes4.stream_sums_with_minimum,
     group=32,
     scaling=Minimum(),
     unit=2.0**-24,
-    **int4.STREAMED,
+    **codes4.STREAMED,
     **ROTATED,
 )
 
@@ -312,14 +312,14 @@ Q4_K = FileGroups4(
     "q4_k",
     bits=4,
     load=_q4_k_load,
-    values=int4.values_with_minimum,
+    values=codes4.values_with_minimum,
     scales_of=_q4_k_scales,
     stream_load=_q4_k_stream_load,
-    stream_sums=int4.stream_sums_with_minimum,
+    stream_sums=codes4.stream_sums_with_minimum,
     group=256,
     scaling=Parts(),
     unit=2.0**-30,
-    **int4.STREAMED,
+    **codes4.STREAMED,
     **ROTATED,
 )
 
@@ -342,15 +342,15 @@ def _with_zeros(group: int) -> FileGroups4:
     return FileGroups4(
         f"4-bit (groups of {group})",
         bits=4,
-        load=int4.load,
-        values=int4.values_with_zero,
+        load=codes4.load,
+        values=codes4.values_with_zero,
         scales_of=_zero_scales,
         stream_load=_zero_stream_load,
-        stream_sums=int4.stream_sums_with_zero,
+        stream_sums=codes4.stream_sums_with_zero,
         group=group,
         scaling=Zero(),
         unit=2.0**-24,
-        **int4.STREAMED,
+        **codes4.STREAMED,
         **ROTATED,
     )
 
@@ -387,16 +387,16 @@ class FileGroups6(FileGroups):
         high = 0
         for i, j in itertools.product(range(2), range(4)):
             high |= upper[:, :, j, i] << SHIFTS[i][j]
-        return int4.to_words(codes & 15, 2), high.flatten(1).view(torch.int32)
+        return codes4.to_words(codes & 15, 2), high.flatten(1).view(torch.int32)
 
     def order(self, K: int, device: torch.device) -> Tensor:
-        return int4.word_order(super().order(K, device), 2)
+        return codes4.word_order(super().order(K, device), 2)
 
     def codes(self, tensors: Tensors) -> Tensor:
         low, high, _, halves, _ = tensors
         pairs = high.view(torch.int16).unflatten(1, (-1, 1, 2, 1))
         shifts = torch.tensor(SHIFTS, dtype=torch.int16, device=high.device)[:, None]  # [i, 1, j]
-        codes = int4.from_words(low) + ((pairs >> shifts & 3) << 4).flatten(1)
+        codes = codes4.from_words(low) + ((pairs >> shifts & 3) << 4).flatten(1)
         return codes - self.middle * _without_minimum(halves, codes.shape[1])
 
     def scales(self, tensors: Tensors) -> Tensors:
@@ -423,13 +423,13 @@ def _extract6(low: str, high: str) -> str:
     )
 
 
-_VALUES6_ASM = constexpr(int4.values_asm(_extract6("$4", "$5"), 6))
+_VALUES6_ASM = constexpr(codes4.values_asm(_extract6("$4", "$5"), 6))
 _VALUES6_REGISTERS = constexpr("=&r,=&r,=&r,=&r" + 5 * ",r")
 # For one token: two words of lower bits are in $1 and $2, the upper bits of both in $3 and, once
 # more, in $4
 _WORDS6 = ["prmt.b32 swapped, $4, 0, 0x2301; " + _extract6("$1", "$3"), _extract6("$2", "swapped")]
 _SUMS6_ASM = constexpr(
-    int4.sums_asm(_WORDS6, "cvt.f32.f16 f, l; cvt.f32.f16 $0, u; add.f32 $0, $0, f;")
+    codes4.sums_asm(_WORDS6, "cvt.f32.f16 f, l; cvt.f32.f16 $0, u; add.f32 $0, $0, f;")
 )
 _SUMS6_REGISTERS = constexpr("=&r" + 12 * ",r")
 
@@ -494,12 +494,12 @@ def _q6_k_codes(low, high):
 def _q6_k_values(tile, SCALES: tl.constexpr):
     low, high = _q6_k_halves(tile[0], tile[1])
     scale, minimum = SCALES(tile, 0)
-    factors = int4.factors_of(scale, minimum)
+    factors = codes4.factors_of(scale, minimum)
     if EMULATED:
         code0, code1, code2, code3 = _q6_k_codes(low, high)
-        return int4.emulated_values(code0, code1, code2, code3, factors)
+        return codes4.emulated_values(code0, code1, code2, code3, factors)
     else:
-        return int4.run_values_asm((low, high), factors, _VALUES6_ASM, _VALUES6_REGISTERS)
+        return codes4.run_values_asm((low, high), factors, _VALUES6_ASM, _VALUES6_REGISTERS)
 
 
 @jit
@@ -508,7 +508,7 @@ def _q6_k_code_sums(words, high, x):
     if EMULATED:
         low, high = _q6_k_halves(words, high)
         code0, code1, code2, code3 = _q6_k_codes(low, high)
-        return sums_of(int4.in_order(code0, code1, code2, code3) * x[None, :], 16) * 2.0**-20
+        return sums_of(codes4.in_order(code0, code1, code2, code3) * x[None, :], 16) * 2.0**-20
     else:
         x_pairs = split_4(x.reshape(words.shape[1], 4, 2).permute(0, 2, 1))
         args = (words, tl.join(high, high)) + x_pairs

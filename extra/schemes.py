@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import fp8
-from extra import gguf, int4, quants
+from extra import codes4, gguf, quants
 from extra.files import Fields
 from formats import Format, Quantised, Tensors
 
@@ -205,7 +205,7 @@ def awq(group: int) -> Scheme:
     format = _format_for_groups(group)
 
     def in_order(words: Tensor) -> Tensor:
-        eights = int4.nibbles(words).unflatten(1, (-1, 8))
+        eights = codes4.nibbles(words).unflatten(1, (-1, 8))
         return eights[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1).t()
 
     def read(t: dict[str, Tensor]) -> Quantised:
@@ -224,7 +224,7 @@ def gptq(group: int, version_2: bool, bits: int = 4) -> Scheme:
 
     def unpacked(words: Tensor) -> Tensor:
         if bits == 4:
-            return int4.nibbles(words)
+            return codes4.nibbles(words)
         return words.flatten().view(torch.uint8).view(len(words), -1).short()
 
     def shapes(N: int, K: int) -> dict:
@@ -281,13 +281,13 @@ def w4a16(group: int, symmetric: bool) -> Scheme:
         return found
 
     def read(t: dict[str, Tensor]) -> Quantised:
-        codes = int4.nibbles(t["weight_packed"])
+        codes = codes4.nibbles(t["weight_packed"])
         scale = t["weight_scale"]
         check_order(t.get("weight_g_idx"), codes.shape[1], scale.shape[1])
         if symmetric:
             zero = torch.full_like(scale, 8)
         else:
-            zero = int4.nibbles(t["weight_zero_point"].t()).t()
+            zero = codes4.nibbles(t["weight_zero_point"].t()).t()
         return _with_zeros(format, codes, scale, zero)
 
     return Scheme("W4A16", format, shapes, read, group, ("weight_g_idx",))
