@@ -60,7 +60,7 @@ from attention import (
 )
 from extra import experts
 from extra.experts import Routes, route, route_ref
-from extra.experts import slots_added as slots_added
+from extra.experts import slots_added as slots_added  # for extra/parallel.py
 from extra.int4 import INT4
 from formats import Format, Matrix
 from fp8 import E4M3, E5M2
@@ -79,7 +79,7 @@ from products import (
     silu_mul,
     store_rows,
 )
-from products import launch_single as launch_single
+from products import launch_single as launch_single  # for extra/parallel.py
 from sampling import sample, sample_ref
 
 # ---- embedding: x = table[tokens[pos : pos + T]]. tokens int32 [S], table [V, C] -> [T, C]

@@ -2,17 +2,18 @@
 
 Read in this order:
 
-    rmsnorm        what comes before most products; for 8-bit tensor cores, x as codes
-    linear_ref     the reference. extra/cpu.py has what is fast on a CPU
-    epilogues      what an op does with y is a function, which a kernel calls with its part of y
-    stacks         which of the matrices in W are multiplied is an argument (experts)
-    one token      bound by reading W: the kernel streams W's rows once and does everything else on
-                   the way. Formats with codes in groups have theirs in extra/stream.py
-    a few tokens   with 2 to 16, tensor cores multiply W as it streams by
-    launching      which of these kernels it is, and how its work is divided
-    a prompt       the library's product between small fused kernels. With many tokens it is
-                   compute-bound, and runs at the card's product rate (BENCHMARKS.md). Experts have
-                   a kernel in its place, in extra/experts.py
+    rmsnorm         what comes before most products; for 8-bit tensor cores, x as codes
+    linear_ref      the reference. extra/cpu.py has what is fast on a CPU
+    epilogues       what an op does with y is a function, which a kernel calls with its part of y
+    stacks          which of the matrices in W are multiplied is an argument (experts)
+    half precision  the arithmetic of 8-bit codes with one token; skip it at first
+    one token       bound by reading W: the kernel streams W's rows once and does everything else on
+                    the way. Formats with codes in groups have theirs in extra/stream.py
+    a few tokens    with 2 to 16, tensor cores multiply W as it streams by
+    launching       which of these kernels it is, and how its work is divided
+    a prompt        the library's product between small fused kernels. With many tokens it is
+                    compute-bound, and runs at the card's product rate (BENCHMARKS.md). Experts have
+                    a kernel in its place, in extra/experts.py
 
 A kernel is told how W is stored: LOAD, VALUES, SCALES, COLUMNS, GROUP and GAIN are what
 formats.Format describes. It adds the bias [N] before the epilogue; without one, None is passed, and
@@ -212,7 +213,7 @@ class Stack(NamedTuple):
 
     @property
     def products(self) -> int:
-        """How many there are, with different matrices."""
+        """How many products there are; those that are added up count as one."""
         return 1 if self.ids is None or self.summed > 1 else len(self.ids)
 
 
@@ -249,20 +250,19 @@ def block_of(counts, block, SIZE: tl.constexpr, EXPERTS: tl.constexpr):
     return expert, begin, tl.minimum(left, SIZE)
 
 
-# ---- one token
-
-
-# Products in half precision. At 8 bits per weight the arithmetic matters: an H200 reads 4.6e12
-# weights a second and executes 33e12 fp32 operations, about 7 per weight. Decoding a code, widening
-# it and multiplying it takes 11 instructions. With half2 it takes 3 to 4: PTX converts two codes at
-# a time to a half2, multiplies it by a half2 of x in one instruction (fma.rn.f16x2), and adds up
-# eight products in half precision before the sum is widened to fp32.
+# ---- half precision: the arithmetic of 8-bit codes with one token
 #
-# This is sound only if the range is right. A half ends at 65504 and loses precision below 6e-5. So
-# x is multiplied by a power of two, which is exact. It is chosen so that eight products with codes
-# of at most 448 stay below 65504, and those that matter lie far above 6e-5. _vector_kernel scales
-# all of x alike, stream_kernel each 64 columns by themselves. Eight neighbours of a row must be in
-# one thread.
+#      At 8 bits per weight the arithmetic matters: an H200 reads 4.6e12 weights a second and
+#      executes 33e12 fp32 operations, about 7 per weight. Decoding a code, widening it and
+#      multiplying it takes 11 instructions. With half2 it takes 3 to 4: PTX converts two codes at a
+#      time to a half2, multiplies it by a half2 of x in one instruction (fma.rn.f16x2), and adds up
+#      eight products in half precision before the sum is widened to fp32.
+#
+#      This is sound only if the range is right. A half ends at 65504 and loses precision below
+#      6e-5. So x is multiplied by a power of two, which is exact. It is chosen so that eight
+#      products with codes of at most 448 stay below 65504, and those that matter lie far above
+#      6e-5. _vector_kernel scales all of x alike, stream_kernel each 64 columns by themselves.
+#      Eight neighbours of a row must be in one thread.
 
 # Up to this norm weight, eight products of rmsnorm(x) stay below 65504 for K of up to 8192 in
 # _vector_kernel; stream_kernel needs less than 32
@@ -342,11 +342,14 @@ def _range_of(
     return power, inv_rms
 
 
-# Where W is a stack, `ids` picks some of its matrices, of N rows and K columns each. With SUMMED =
-# 1, each of them multiplies the same x, in a row of the grid of its own. The previous kernel wrote
-# the ids, so the programs wait for it at once, and only then let the next kernel start. With more
-# SUMMED, x has a part for each matrix, and the products are added up. The ids are then older than
-# the previous kernel (launch.py), so they are read, and W is loaded, before the wait.
+# ---- one token
+#
+#      Where W is a stack, `ids` picks some of its matrices, of N rows and K columns each. With
+#      SUMMED = 1, each of them multiplies the same x, in a row of the grid of its own. The previous
+#      kernel wrote the ids, so the programs wait for it at once, and only then let the next kernel
+#      start. With more SUMMED, x has a part for each matrix, and the products are added up. The ids
+#      are then older than the previous kernel (launch.py), so they are read, and W is loaded,
+#      before the wait.
 
 
 @jit
