@@ -45,6 +45,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# ---- with Triton or without
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read by Triton when a kernel is decorated
 # Both stay None if Triton is not installed or would not be used: the reference ops do without it,
 # and importing it takes 0.3 s
@@ -84,6 +86,9 @@ def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# ---- launching a kernel
 
 
 def launch(
@@ -147,6 +152,9 @@ class Scratch:
         return self._tensors[name, shape]
 
 
+# ---- in kernels: programmatic dependent launch
+
+
 @jit
 def gdc_launch_dependents(PDL: tl.constexpr):
     """Let the next kernel start; its own wait keeps it correct."""
@@ -159,6 +167,9 @@ def gdc_wait(PDL: tl.constexpr):
     """Wait until the kernel before this one, and so every kernel before that, has ended."""
     if PDL:
         tl.extra.cuda.gdc_wait()
+
+
+# ---- in kernels: what several of them share
 
 
 @jit
@@ -184,6 +195,9 @@ def is_last(arrived, programs):
     if last:
         tl.store(arrived, 0)
     return last
+
+
+# What attention.py and extra/hopper.py share
 
 
 @jit
