@@ -289,18 +289,6 @@ def _route_prompt(x: Tensor, layer: LayerView, state: StateView, routes: Routes)
     launch(_sort_kernel, (E,), x.device, *args, BLOCK=block)
 
 
-def slots_ref(x: Tensor, w: Matrix, N: int, routes: Routes) -> Tensor:
-    """The product of each slot with its expert's N rows of w. x [T, K], the same for all slots, or
-    [T, k, K] -> [T, k, N]."""
-    T, k = routes.ids.shape
-    each = x if x.ndim == 3 else x[:, None].expand(T, k, x.shape[1])
-    y = x.new_empty(T, k, N)
-    for expert in routes.ids.unique().tolist():
-        chose = routes.ids == expert
-        y[chose] = linear_ref(each[chose], w.part(slice(expert * N, expert * N + N)))
-    return y
-
-
 # ---- their products
 #
 #      With one token, the kernels in products.py take the matrices that it has chosen. With
@@ -314,6 +302,18 @@ def slots_ref(x: Tensor, w: Matrix, N: int, routes: Routes) -> Tensor:
 #      Up to 16 tokens, products._few_kernel does it where launch.json has sizes for it. All others
 #      go through the kernel below, which decodes tiles of W, in any format, or hands E4M3
 #      codes to the tensor cores as they are.
+
+
+def slots_ref(x: Tensor, w: Matrix, N: int, routes: Routes) -> Tensor:
+    """The product of each slot with its expert's N rows of w. x [T, K], the same for all slots, or
+    [T, k, K] -> [T, k, N]."""
+    T, k = routes.ids.shape
+    each = x if x.ndim == 3 else x[:, None].expand(T, k, x.shape[1])
+    y = x.new_empty(T, k, N)
+    for expert in routes.ids.unique().tolist():
+        chose = routes.ids == expert
+        y[chose] = linear_ref(each[chose], w.part(slice(expert * N, expert * N + N)))
+    return y
 
 
 @jit
@@ -336,7 +336,7 @@ def _tile_of_x(x, rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr, COLUMNS: tl.c
 
 
 @jit
-def grouped_kernel(
+def _grouped_kernel(
     x, x_scales, w, args, order, counts, N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     LOAD: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr, SCALES: tl.constexpr, COLUMNS: tl.constexpr,
@@ -372,6 +372,77 @@ def grouped_kernel(
     args = args + (order + begin,)
     ready = PREPARE(args, row, T, N, ROWS, TOKENS, SIZES)
     STORE(args, acc, ready, row, T, N, ROWS, TOKENS, SIZES)
+
+
+# How many slots an expert must have on average, before its 4-bit matrices are recoded for the 8-bit
+# tensor cores: below, that takes longer than it saves
+RECODED_FROM = 16
+
+
+def _on_tensor_cores(w: Matrix, accumulate: str, each: int) -> bool:
+    """Whether 8-bit tensor cores multiply a prompt by experts. Unlike the library's, these sums
+    are never moved to fp32 registers, so "fp32" leaves the tensor cores. each: how many slots an
+    expert has on average."""
+    if accumulate == "fp32" or E4M3.on(w.data.device) is not E4M3_NATIVE:
+        return False
+    if w.format is E4M3:
+        return True
+    return w.format is not None and w.format.bound > 0 and each >= RECODED_FROM
+
+
+def copy_bytes(w: Matrix, accumulate: str, each: int) -> int:
+    """What a prompt's product allocates to multiply by experts: a copy in E4M3. 0 if they are
+    multiplied as they are stored, or decoded tile by tile. each: see _on_tensor_cores."""
+    if w.format is E4M3 or not _on_tensor_cores(w, accumulate, each):
+        return 0
+    return E4M3.nbytes(*w.shape)
+
+
+def _launch_grouped(
+    x: Tensor, norm: Tensor | None, w: Matrix, eps: float, epilogue: Epilogue, slots: Slots,
+    accumulate: str,
+) -> None:  # fmt: skip
+    """_launch_several of a prompt."""
+    order, counts, experts = slots
+    count, E = len(order), len(counts)
+    rows = w.rows // E
+    tensors = w.tensors
+    x_scales = None
+    if _on_tensor_cores(w, accumulate, count // E):
+        w = as_e4m3(w)
+        codes, x_scales = encode_rows(x, norm, eps)
+        x = codes.view(E4M3.dtype)
+        tensors = (w.data.view(E4M3.dtype), w.tensors[1])
+    else:
+        x = normed(x, norm, eps)
+    sizes = grouped_sizes(x.device, w.bits, count // E)
+    constants = dict(
+        TOKENS=sizes.block,
+        ROWS=sizes.rows,
+        BLOCK=sizes.columns * 2 // x.element_size(),
+        STAGES=sizes.stages,
+        **format_of(w).decoding(),
+    )
+    blocks = min(count, triton.cdiv(count, sizes.block) + E - 1)
+    plan = Plan(_grouped_kernel, (triton.cdiv(rows, sizes.rows), blocks), sizes.warps, constants)
+    args = (x, x_scales, tensors, epilogue.args, order, counts)
+    launch_plan(plan, args, w, rows, epilogue, EXPERTS=experts)
+
+
+def _launch_several(
+    op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float, epilogue: Epilogue, routes: Routes,
+    accumulate: str,
+) -> None:  # fmt: skip
+    """launch_product of several tokens: of all slots with the matrices of their experts. x has a
+    row for each token or each slot."""
+    T, k = routes.ids.shape
+    E = len(routes.counts)
+    experts = Experts(E, triton.next_power_of_2(E), T * k // len(x))
+    slots = Slots(routes.order, routes.counts, experts)
+    if few_tile(op, x, w, T):
+        launch_few(op, x, norm, w, eps, epilogue, T, slots)
+    else:
+        _launch_grouped(x, norm, w, eps, epilogue, slots, accumulate)
 
 
 # ---- their epilogues
@@ -458,77 +529,6 @@ def _add_slots(y: Tensor, residual: Tensor) -> Tensor:
 
 
 # ---- the ops
-
-
-def _launch_several(
-    op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float, epilogue: Epilogue, routes: Routes,
-    accumulate: str,
-) -> None:  # fmt: skip
-    """launch_product of several tokens: of all slots with the matrices of their experts. x has a
-    row for each token or each slot."""
-    T, k = routes.ids.shape
-    E = len(routes.counts)
-    experts = Experts(E, triton.next_power_of_2(E), T * k // len(x))
-    slots = Slots(routes.order, routes.counts, experts)
-    if few_tile(op, x, w, T):
-        launch_few(op, x, norm, w, eps, epilogue, T, slots)
-    else:
-        _launch_grouped(x, norm, w, eps, epilogue, slots, accumulate)
-
-
-def _launch_grouped(
-    x: Tensor, norm: Tensor | None, w: Matrix, eps: float, epilogue: Epilogue, slots: Slots,
-    accumulate: str,
-) -> None:  # fmt: skip
-    """_launch_several of a prompt."""
-    order, counts, experts = slots
-    count, E = len(order), len(counts)
-    rows = w.rows // E
-    tensors = w.tensors
-    x_scales = None
-    if _on_tensor_cores(w, accumulate, count // E):
-        w = as_e4m3(w)
-        codes, x_scales = encode_rows(x, norm, eps)
-        x = codes.view(E4M3.dtype)
-        tensors = (w.data.view(E4M3.dtype), w.tensors[1])
-    else:
-        x = normed(x, norm, eps)
-    sizes = grouped_sizes(x.device, w.bits, count // E)
-    constants = dict(
-        TOKENS=sizes.block,
-        ROWS=sizes.rows,
-        BLOCK=sizes.columns * 2 // x.element_size(),
-        STAGES=sizes.stages,
-        **format_of(w).decoding(),
-    )
-    blocks = min(count, triton.cdiv(count, sizes.block) + E - 1)
-    plan = Plan(grouped_kernel, (triton.cdiv(rows, sizes.rows), blocks), sizes.warps, constants)
-    args = (x, x_scales, tensors, epilogue.args, order, counts)
-    launch_plan(plan, args, w, rows, epilogue, EXPERTS=experts)
-
-
-# How many slots an expert must have on average, before its 4-bit matrices are recoded for the 8-bit
-# tensor cores: below, that takes longer than it saves
-RECODED_FROM = 16
-
-
-def _on_tensor_cores(w: Matrix, accumulate: str, each: int) -> bool:
-    """Whether 8-bit tensor cores multiply a prompt by experts. Unlike the library's, these sums
-    are never moved to fp32 registers, so "fp32" leaves the tensor cores. each: how many slots an
-    expert has on average."""
-    if accumulate == "fp32" or E4M3.on(w.data.device) is not E4M3_NATIVE:
-        return False
-    if w.format is E4M3:
-        return True
-    return w.format is not None and w.format.bound > 0 and each >= RECODED_FROM
-
-
-def copy_bytes(w: Matrix, accumulate: str, each: int) -> int:
-    """What a prompt's product allocates to multiply by experts: a copy in E4M3. 0 if they are
-    multiplied as they are stored, or decoded tile by tile. each: see _on_tensor_cores."""
-    if w.format is E4M3 or not _on_tensor_cores(w, accumulate, each):
-        return 0
-    return E4M3.nbytes(*w.shape)
 
 
 def swiglu(
