@@ -41,8 +41,10 @@ from launch import (
     triton,
 )
 
-# What ops see of model.LayerWeights and of model.State. model.py imports the ops, so they cannot
-# import it: a field that an op needs is listed here as well
+# ---- what ops see of model.LayerWeights and of model.State
+#
+#      model.py imports the ops, so they cannot import it: a field that an op needs is listed here
+#      as well.
 
 
 class LayerView(Protocol):
@@ -72,6 +74,9 @@ class StateView(Protocol):
     scratch: Scratch
 
 
+# ---- keys and values as a state stores them
+
+
 def to_cache_ref(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Keys or values in the type in which a state stores them. In E4M3, what is not finite becomes
     NaN, so that it is noticed."""
@@ -90,6 +95,8 @@ def cached_ref(cache: Tensor) -> Tensor:
     """Stored keys or values in fp32."""
     return E4M3.floats(cache) if cache.dtype == torch.int8 else cache.float()
 
+
+# ---- the reference
 
 # The reference takes some tokens of a prompt at a time: as many as keep the mask below MASK_BYTES,
 # and at most MOST_TOKENS, so that little is computed for keys that a token does not see. On a CPU,
@@ -162,6 +169,9 @@ def _attend_rows(rows: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None)
     return y.addcmul_(rows, k[:, :, :1], value=0)
 
 
+# ---- in kernels: a block of keys and values
+
+
 @jit
 def _load_cached(cache, offs_n, offs_d, mask_n, D: tl.constexpr):
     """Keys or values [BLOCK_N, BLOCK_D] of a head, as they are stored; zero where mask_n is off.
@@ -204,6 +214,8 @@ def _attend(
     acc = acc * rescale[:, None] + _dot(p.to(v.dtype), v, FP16_SUMS)
     return new_max, row_sum, acc
 
+
+# ---- a prompt
 
 # How many bytes of keys and values the programs that run at the same time share: well within an L2
 SHARED_KEYS = 16 << 20
@@ -256,11 +268,13 @@ def _attention_kernel(
     tl.store(pointers, y.to(out.dtype.element_ty), mask=mask_q)
 
 
-# Few rows make for few programs, too few to read keys and values at full speed, so the positions
-# are split among programs, each of which ends with a softmax over its own part: maximum, sum and
-# unnormalised result of each row. The last program to finish merges them (launch.is_last). In a
-# short context some programs get no positions. They exit without waiting, since the next kernel,
-# which starts early, needs their registers.
+# ---- one token, or a few
+#
+#      Few rows make for few programs, too few to read keys and values at full speed, so the
+#      positions are split among programs, each of which ends with a softmax over its own part:
+#      maximum, sum and unnormalised result of each row. The last program to finish merges them
+#      (launch.is_last). In a short context some programs get no positions. They exit without
+#      waiting, since the next kernel, which starts early, needs their registers.
 
 
 @jit
@@ -426,6 +440,8 @@ def _single_attention_kernel(
                 )
 
 
+# ---- launching
+
 # Up to this many query rows per key/value head, attention is bound by reading keys and values, and
 # the positions are split
 SPLIT_ROWS = 64
@@ -552,6 +568,9 @@ def _launch_prompt(
     )
     grid = (triton.cdiv(T, block_m) * H,)
     launch(_attention_kernel, grid, q.device, q, k, v, out, pos, T, *scales, **constants)
+
+
+# ---- keys and values in 8 bits, decoded for Hopper's kernel for prompts
 
 
 @jit
