@@ -50,14 +50,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from attention import (
-    LayerView,
-    StateView,
-    attention,
-    attention_ref,
-    to_cache,
-    to_cache_ref,
-)
+from attention import LayerView, StateView, attention, attention_ref, to_cache, to_cache_ref
 from extra import experts
 from extra.experts import Routes, route, route_ref
 from extra.experts import slots_added as slots_added  # for extra/parallel.py

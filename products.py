@@ -633,8 +633,7 @@ def is_fused(op: str, x: Tensor, w: Matrix) -> bool:
 def launch_product(
     op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float, epilogue: Epilogue
 ) -> None:
-    """rmsnorm(x) W^T, or x W^T without a norm, handed to an epilogue, by a kernel. See
-    is_fused."""
+    """rmsnorm(x) W^T, or x W^T without a norm, handed to an epilogue, where is_fused says so."""
     if len(x) == 1:
         launch_single(op, x, norm, w, eps, epilogue)
     else:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+import products
 from attention import LayerView, StateView
 from formats import Matrix, columns_of, format_of, row_scale
 from fp8 import E4M3, E4M3_NATIVE
@@ -38,28 +39,7 @@ from launch import (
     tl,
     triton,
 )
-from products import (
-    MAX_FEW,
-    Epilogue,
-    Experts,
-    Plan,
-    Slots,
-    Stack,
-    as_e4m3,
-    block_of,
-    encode_rows,
-    even_and_odd,
-    few_tile,
-    launch_few,
-    launch_plan,
-    launch_single,
-    linear_ref,
-    normed,
-    prepare_rows,
-    rows_and_tokens,
-    silu_mul,
-    store_rows,
-)
+from products import MAX_FEW, Epilogue, Experts, Plan, Slots, Stack
 
 ROUTER_ROWS = 4  # of a program
 
@@ -312,7 +292,7 @@ def slots_ref(x: Tensor, w: Matrix, N: int, routes: Routes) -> Tensor:
     y = x.new_empty(T, k, N)
     for expert in routes.ids.unique().tolist():
         chose = routes.ids == expert
-        y[chose] = linear_ref(each[chose], w.part(slice(expert * N, expert * N + N)))
+        y[chose] = products.linear_ref(each[chose], w.part(slice(expert * N, expert * N + N)))
     return y
 
 
@@ -349,7 +329,7 @@ def _grouped_kernel(
     row = tl.program_id(0) * ROWS
     rows = row + tl.arange(0, ROWS)
     gdc_wait(PDL)
-    expert, begin, T = block_of(counts, tl.program_id(1), TOKENS, EXPERTS)
+    expert, begin, T = products.block_of(counts, tl.program_id(1), TOKENS, EXPERTS)
     if T <= 0:
         return
     slots = tl.load(order + begin + tl.minimum(tl.arange(0, TOKENS), T - 1))
@@ -409,12 +389,12 @@ def _launch_grouped(
     tensors = w.tensors
     x_scales = None
     if _on_tensor_cores(w, accumulate, count // E):
-        w = as_e4m3(w)
-        codes, x_scales = encode_rows(x, norm, eps)
+        w = products.as_e4m3(w)
+        codes, x_scales = products.encode_rows(x, norm, eps)
         x = codes.view(E4M3.dtype)
         tensors = (w.data.view(E4M3.dtype), w.tensors[1])
     else:
-        x = normed(x, norm, eps)
+        x = products.normed(x, norm, eps)
     sizes = grouped_sizes(x.device, w.bits, count // E)
     constants = dict(
         TOKENS=sizes.block,
@@ -426,7 +406,7 @@ def _launch_grouped(
     blocks = min(count, triton.cdiv(count, sizes.block) + E - 1)
     plan = Plan(_grouped_kernel, (triton.cdiv(rows, sizes.rows), blocks), sizes.warps, constants)
     args = (x, x_scales, tensors, epilogue.args, order, counts)
-    launch_plan(plan, args, w, rows, epilogue, EXPERTS=experts)
+    products.launch_plan(plan, args, w, rows, epilogue, EXPERTS=experts)
 
 
 def _launch_several(
@@ -439,8 +419,8 @@ def _launch_several(
     E = len(routes.counts)
     experts = Experts(E, triton.next_power_of_2(E), T * k // len(x))
     slots = Slots(routes.order, routes.counts, experts)
-    if few_tile(op, x, w, T):
-        launch_few(op, x, norm, w, eps, epilogue, T, slots)
+    if products.few_tile(op, x, w, T):
+        products.launch_few(op, x, norm, w, eps, epilogue, T, slots)
     else:
         _launch_grouped(x, norm, w, eps, epilogue, slots, accumulate)
 
@@ -453,7 +433,7 @@ def _launch_several(
 @jit
 def _prepare_slots(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
     """The rows, the numbers of the slots, of which there are T, and the slots."""
-    rows, i = rows_and_tokens(row, ROWS, TOKENS)
+    rows, i = products.rows_and_tokens(row, ROWS, TOKENS)
     return rows, i, tl.load(args[-1] + i, mask=i < T, other=0).to(tl.int64)
 
 
@@ -478,7 +458,7 @@ def _prepare_hidden(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, S
     """The same for h, and the slots' weights. With one token, a program has a single slot, and the
     router has ended by now (see first_rows)."""
     if TOKENS == 1:
-        offs_f, i = rows_and_tokens(row // 2, ROWS // 2, TOKENS)
+        offs_f, i = products.rows_and_tokens(row // 2, ROWS // 2, TOKENS)
         slot = tl.program_id(1)
         return offs_f, i, slot, tl.load(args[1] + slot, cache_modifier=".cg")
     else:
@@ -493,8 +473,8 @@ def _store_hidden(
     """Store silu(a) * b of neighbouring rows a and b, times the slots' weights, in args[0]
     [T k, F]."""
     offs_f, i, slots, weights = ready
-    a, b = even_and_odd(y, ROWS, TOKENS)
-    h = (silu_mul(a, b) * weights).to(args[0].dtype.element_ty)
+    a, b = products.even_and_odd(y, ROWS, TOKENS)
+    h = (products.silu_mul(a, b) * weights).to(args[0].dtype.element_ty)
     mask = (offs_f < N // 2) & (i < T)
     tl.store(args[0] + slots * SIZES.F + offs_f, h, mask=mask)
 
@@ -540,7 +520,7 @@ def swiglu(
     epilogue = Epilogue(_prepare_hidden, _store_hidden, (h, routes.weights), Hidden(F))
     product = ("experts_swiglu", x, layer.ffn_norm, layer.w13, state.norm_eps, epilogue)
     if len(x) == 1:
-        launch_single(*product, Stack(routes.ids[0], 2 * F, 1))
+        products.launch_single(*product, Stack(routes.ids[0], 2 * F, 1))
     else:
         _launch_several(*product, routes, accumulate)
     return h
@@ -550,8 +530,8 @@ def linear_add(x: Tensor, w: Matrix, residual: Tensor, routes: Routes, accumulat
     """residual [T, C] += the sum over a token's slots, in place. x [T, k, K], w [E C, K]"""
     op = "experts_linear_add"
     if len(x) == 1:
-        epilogue = Epilogue(prepare_rows, store_rows, (residual,), added=0)
-        launch_single(op, x[0], None, w, 0.0, epilogue, slots_added(routes, residual))
+        epilogue = Epilogue(products.prepare_rows, products.store_rows, (residual,), added=0)
+        products.launch_single(op, x[0], None, w, 0.0, epilogue, slots_added(routes, residual))
         return residual
     y = x.new_empty(*routes.ids.shape, residual.shape[1])
     epilogue = Epilogue(_prepare_slots, _store_slots, (y,))

@@ -22,15 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from extra.codes4 import (
-    STREAMED,
-    Codes4,
-    decoded_halves,
-    load,
-    stream_load,
-    stream_sums_with_zero,
-    to_words,
-)
+from extra import codes4
 from formats import Format, Shapes, Tensors, int16_of, some_rows
 from fp8 import E4M3
 from launch import jit, tl
@@ -42,7 +34,7 @@ MOST = 5e36  # the largest weight: the number of its row, up to 40 times that, f
 
 
 @dataclass(frozen=True, eq=False)
-class Int4(Codes4):
+class Int4(codes4.Codes4):
     """int32 codes [N, K / 8]; int16 groups [N, K / 32], the scale's code above the zero point;
     float32 row [N, 1]."""
 
@@ -125,7 +117,7 @@ def _encode(w: Tensor) -> Tensors:
         for found, value in ((least, error), (byte, tried), (sixteenths, offset.int())):
             found.copy_(torch.where(better, value, found))
     code = _codes(w, _scales(byte) * row, sixteenths / 16)
-    words = to_words(code.permute(1, 2, 0).contiguous().flatten(1))
+    words = codes4.to_words(code.permute(1, 2, 0).contiguous().flatten(1))
     return words, (byte << 8 | sixteenths).to(torch.int16), row * peak
 
 
@@ -192,7 +184,7 @@ def _values(tile, SCALES: tl.constexpr):
     by_0 = groups >> 2 & 0x3FC0 | 0x4000
     by_4 = (by_0 - 0x1000).to(tl.float16, bitcast=True)
     zero = (groups & 0xFF).to(tl.float16, bitcast=True)
-    return decoded_halves(halves, (by_0.to(tl.float16, bitcast=True), by_4, by_4 * -zero))
+    return codes4.decoded_halves(halves, (by_0.to(tl.float16, bitcast=True), by_4, by_4 * -zero))
 
 
 @jit
@@ -213,14 +205,14 @@ def _columns(places, K: tl.constexpr):
 INT4 = Int4(
     "int4",
     bits=4,
-    load=load,
+    load=codes4.load,
     values=_values,
     scales_of=_scale_and_zero,
     columns=_columns,
-    stream_load=stream_load,
-    stream_sums=stream_sums_with_zero,
+    stream_load=codes4.stream_load,
+    stream_sums=codes4.stream_sums_with_zero,
     group=GROUP,
     whole=BLOCK,
     bound=2.0**-4,
-    **STREAMED,
+    **codes4.STREAMED,
 )
