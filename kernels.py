@@ -53,7 +53,6 @@ from torch.nn import functional
 from attention import LayerView, StateView, attention, attention_ref, to_cache, to_cache_ref
 from extra import experts
 from extra.experts import Routes, route, route_ref
-from extra.experts import slots_added as slots_added  # for extra/parallel.py
 from extra.int4 import INT4
 from formats import Format, Matrix
 from fp8 import E4M3, E5M2
@@ -72,7 +71,6 @@ from products import (
     silu_mul,
     store_rows,
 )
-from products import launch_single as launch_single  # for extra/parallel.py
 from sampling import sample, sample_ref
 
 # ---- embedding: x = table[tokens[pos : pos + T]]. tokens int32 [S], table [V, C] -> [T, C]
@@ -302,6 +300,8 @@ def _launch_rope(
 # ---- linear_add: residual += x W^T, in place. x [T, K], W [C, K], residual [T, C] -> residual
 #
 #      With experts: residual += the sum over a token's slots. x [T, k, K], W [E C, K]
+#
+#      linear_store: out = x W^T, out [T, C]. Where ranks share a model, it is the term of one of them
 
 
 def linear_add_ref(x: Tensor, w: Matrix, residual: Tensor, routes: Routes | None = None) -> Tensor:
@@ -319,16 +319,32 @@ def linear_add(
     *,
     accumulate: str = "auto",
 ) -> Tensor:
-    rows = w.rows if routes is None else residual.shape[1]
-    fits = residual.shape == (len(x), rows) and residual.is_contiguous()
-    assert fits, (residual.shape, x.shape, w.shape)
     if routes is not None:
         return experts.linear_add(x, w, residual, routes, accumulate)
+    return _linear(x, w, residual, accumulate, added=True)
+
+
+def linear_store_ref(x: Tensor, w: Matrix, out: Tensor, routes: Routes | None = None) -> Tensor:
+    return linear_add_ref(x, w, out.zero_(), routes)
+
+
+def linear_store(
+    x: Tensor, w: Matrix, out: Tensor, routes: Routes | None = None, *, accumulate: str = "auto"
+) -> Tensor:
+    if routes is not None:
+        return experts.linear_add(x, w, out.zero_(), routes, accumulate)
+    return _linear(x, w, out, accumulate, added=False)
+
+
+def _linear(x: Tensor, w: Matrix, out: Tensor, accumulate: str, added: bool) -> Tensor:
+    """x W^T, stored in `out` or added to it."""
+    fits = out.shape == (len(x), w.rows) and out.is_contiguous()
+    assert fits, (out.shape, x.shape, w.shape)
     if not is_fused("linear_add", x, w):
-        return library_product(x, None, w, 0.0, accumulate, residual)
-    epilogue = Epilogue(prepare_rows, store_rows, (residual,), added=0)
+        return library_product(x, None, w, 0.0, accumulate, out, added)
+    epilogue = Epilogue(prepare_rows, store_rows, (out,), added=0 if added else None)
     launch_product("linear_add", x, None, w, 0.0, epilogue)
-    return residual
+    return out
 
 
 # ---- rmsnorm_swiglu: silu(a) * b with a, b = rmsnorm(x) W1^T, rmsnorm(x) W3^T  (Shazeer, 2020)
@@ -440,11 +456,13 @@ OPS = {
     "attention": (attention_ref, attention),
     "route": (route_ref, route),
     "linear_add": (linear_add_ref, linear_add),
+    "linear_store": (linear_store_ref, linear_store),
     "rmsnorm_swiglu": (rmsnorm_swiglu_ref, rmsnorm_swiglu),
     "rmsnorm_linear": (rmsnorm_linear_ref, rmsnorm_linear),
     "sample": (sample_ref, sample),
 }
-PRODUCTS = ("rmsnorm_qkv_rope", "linear_add", "rmsnorm_swiglu", "rmsnorm_linear")  # with a matrix
+# with a matrix, in a model that is not shared
+PRODUCTS = ("rmsnorm_qkv_rope", "linear_add", "rmsnorm_swiglu", "rmsnorm_linear")
 
 
 def ops(backend: str, accumulate: str = "auto") -> SimpleNamespace:
@@ -457,7 +475,7 @@ def ops(backend: str, accumulate: str = "auto") -> SimpleNamespace:
     column = {"torch": 0, "triton": 1}[backend]
     table = {name: op[column] for name, op in OPS.items()}
     if backend == "triton":
-        for name in ("attention", *PRODUCTS):
+        for name in ("attention", "linear_store", *PRODUCTS):
             table[name] = partial(table[name], accumulate=accumulate)
     return SimpleNamespace(**table)
 

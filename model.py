@@ -210,7 +210,7 @@ class Llama:
                     m.bias = None
             rows = {m: self.config.dim for m in summed}
             rows[w.output] = w.output.rows
-            self.exchange = make_exchange(self.ranks, rows, self.backend, self.device)
+            self.exchange = make_exchange(self.ranks, rows, self.backend, self.device, self.dtype)
             fp16_sums = self.accumulate == "fp16"
             self.ops = self.ranks.cut_ops(self.ops, self.exchange, fp16_sums)
         if self.backend == "triton":

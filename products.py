@@ -899,10 +899,9 @@ def tensor_core_linear(
     w: Matrix,
     dtype: torch.dtype,
     accumulate: str,
-    residual: Tensor | None = None,
 ) -> Tensor:
     """x W^T on 8-bit tensor cores, x given as codes and scales: [T, K] -> [T, N], in dtype where
-    the library supports that. With a residual, the product is added to it in place.
+    the library supports that.
 
     Hopper's tensor cores accumulate products of 8-bit floats with about 14 bits, unless the sums
     are moved to fp32 registers every few products (accumulate "fp32"), which costs a tenth of the
@@ -910,7 +909,7 @@ def tensor_core_linear(
     rounding the activations."""
     if not isinstance(w.format, Float8):
         w = as_e4m3(w)
-    y = torch._scaled_mm(
+    return torch._scaled_mm(
         codes.view(E4M3.dtype),
         w.data.view(w.format.dtype).t(),
         scales,
@@ -918,35 +917,37 @@ def tensor_core_linear(
         out_dtype=dtype if _cublas_scales_rows(w.data.device) else torch.bfloat16,
         use_fast_accum=accumulate != "fp32",
     )
-    return y if residual is None else residual.add_(y)
 
 
 def library_product(
-    x: Tensor, norm: Tensor | None, w: Matrix, eps: float, accumulate: str, residual: Tensor | None = None
+    x: Tensor, norm: Tensor | None, w: Matrix, eps: float, accumulate: str, out: Tensor | None = None,
+    added: bool = False,
 ) -> Tensor:  # fmt: skip
-    """rmsnorm(x) W^T, or x W^T without a norm, by the library, for T > 1; added in place to the
-    residual, if there is one. accumulate="fp16" sums in half precision, which is twice as fast on
+    """rmsnorm(x) W^T, or x W^T without a norm, by the library, for T > 1; stored in `out` or added
+    to it, if it is given. accumulate="fp16" sums in half precision, which is twice as fast on
     GeForce tensor cores; a sum that overflows is inf in the library, and 65504 here."""
     if tensor_core_format(w, accumulate):
         codes, scales = encode_rows(x, norm, eps)
-        y = tensor_core_linear(codes, scales, w, x.dtype, accumulate, residual)
+        y = tensor_core_linear(codes, scales, w, x.dtype, accumulate)
+        if out is not None:
+            y = out.add_(y) if added else out.copy_(y)
         return y if w.bias is None else y.add_(w.bias)
     x = normed(x, norm, eps)
     dense = dense_for(w, x)
     if accumulate != "fp16":
-        return _dense_product(x, dense, w.bias, residual)
+        return _dense_product(x, dense, w.bias, out, added)
     # A global switch of torch's, off by default
     torch.backends.cuda.matmul.allow_fp16_accumulation = True
     try:
-        return _dense_product(x, dense, w.bias, residual).clamp_(-65504.0, 65504.0)
+        return _dense_product(x, dense, w.bias, out, added).clamp_(-65504.0, 65504.0)
     finally:
         torch.backends.cuda.matmul.allow_fp16_accumulation = False
 
 
 def _dense_product(
-    x: Tensor, dense: Tensor, bias: Tensor | None, residual: Tensor | None
+    x: Tensor, dense: Tensor, bias: Tensor | None, out: Tensor | None, added: bool
 ) -> Tensor:
-    if residual is None:
+    if out is None:
         return functional.linear(x, dense, bias)
-    residual.addmm_(x, dense.t())
-    return residual if bias is None else residual.add_(bias)
+    out.addmm_(x, dense.t(), beta=int(added))
+    return out if bias is None else out.add_(bias)

@@ -542,10 +542,12 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
     C, F, V = 1024, 5504, 600
     for form in (None, E4M3) if half else (None,):
         w, output = blank(C, F, form), blank(V, C, form)
-        exchange = parallel.Exchange(
-            {w: C, output: V}, 0, [0, 0], new(2 * (C + V), dtype=torch.int64)
-        )
+        entries = parallel.Shared(new(2 * (C + V), dtype=torch.int64), [0, 0])
+        terms = parallel.Shared(new(2, 8 * C), [0, 0])
+        flags = parallel.Shared(new(8, 2, dtype=torch.int32), [0, 0])
+        exchange = parallel.Exchange({w: C, output: V}, 0, entries, terms, flags)
         exchange.linear_add(new(1, F), w, new(1, C))
+        exchange.add_terms(w, new(8, C), False)
         logits = new(1, 2 * V - 1, dtype=torch.float32)
         exchange.rmsnorm_linear(new(1, C), new(C), output, 1e-5, logits)
     of_experts = [*itertools.product((1, 40), (INT4, E4M3, None))]
@@ -759,9 +761,9 @@ def test_context_to_its_last_slot(tiny, kv_fp8, backend):
 def test_accumulate_reaches_the_products(tiny, monkeypatch):
     seen, product = [], kernels.library_product
 
-    def library_product(x, norm, w, eps, accumulate, residual=None):
+    def library_product(x, norm, w, eps, accumulate, out=None, added=False):
         seen.append(accumulate)
-        return product(x, norm, w, eps, accumulate, residual)
+        return product(x, norm, w, eps, accumulate, out, added)
 
     monkeypatch.setattr(kernels, "library_product", library_product)
     for accumulate in ("auto", "fp32"):
@@ -1134,7 +1136,7 @@ def op_arguments(
 
     qkv = lambda: of_layer(attention_norm=norm, wqkv=matrix((H + 2 * KH) * D, C))
     ffn = lambda: of_layer(ffn_norm=norm, w13=matrix(2 * F, C))
-    logits = lambda: torch.full((T, V), NAN, device=DEVICE)
+    blank = lambda columns, dtype: torch.full((T, columns), NAN, dtype=dtype, device=DEVICE)
     half = functools.partial(randn, dtype=dtype)
     return {
         "embedding": lambda: ((T, half(V, C), state), ()),
@@ -1142,8 +1144,12 @@ def op_arguments(
         "rmsnorm_qkv_rope": lambda: ((x, qkv(), state), ("2.k", "2.v")),
         "attention": lambda: ((half(T, H, D), of_layer(), state), ()),
         "linear_add": lambda: ((half(T, F), matrix(C, F), half(T, C)), ("2.",)),
+        "linear_store": lambda: ((half(T, F), matrix(C, F), blank(C, dtype)), ("2.",)),
         "rmsnorm_swiglu": lambda: ((x, ffn(), state), ()),
-        "rmsnorm_linear": lambda: ((x, norm, matrix(V, C), state, logits()), ("4.",)),
+        "rmsnorm_linear": lambda: (
+            (x, norm, matrix(V, C), state, blank(V, torch.float32)),
+            ("4.",),
+        ),
     }[op]()
 
 
@@ -1204,7 +1210,8 @@ def test_op_equals_its_reference(dtype, heads, T, before, op, guarded):
     arguments, written = op_arguments(op, dtype, heads, T, before)
     limit = ONE_UNIT[dtype] * (ROUNDED_TWICE.get(op, 1) if T > 1 else 1)
     equals_reference(op, [arguments], written, limit)
-    guarded(allocates=op not in ("linear_add", "rmsnorm_linear"))  # these are given their output
+    given_output = ("linear_add", "linear_store", "rmsnorm_linear")
+    guarded(allocates=op not in given_output)
 
 
 @pytest.mark.parametrize("T, before", TOKENS_AND_BEFORE)
@@ -2148,10 +2155,17 @@ def test_norm_that_a_format_moves_and_the_router(monkeypatch):
 
 def exchanges_of(ranks: list[dict[Matrix, int]]) -> list[parallel.Exchange]:
     """Of ranks in one process, each with its own memory for matrices with so many rows."""
-    size = len(ranks) * max(sum(rows.values()) for rows in ranks)
-    memory = [torch.zeros(size, dtype=torch.int64, device=DEVICE) for _ in ranks]
-    addresses = [entries.data_ptr() for entries in memory]
-    return [parallel.Exchange(rows, r, addresses, memory[r]) for r, rows in enumerate(ranks)]
+    size = len(ranks)
+
+    def shared(*shape: int, dtype: torch.dtype) -> list[parallel.Shared]:
+        memory = [torch.zeros(shape, dtype=dtype, device=DEVICE) for _ in ranks]
+        return [parallel.Shared(own, [t.data_ptr() for t in memory]) for own in memory]
+
+    entries = shared(size * max(sum(rows.values()) for rows in ranks), dtype=torch.int64)
+    terms = shared(2, 20_000, dtype=torch.float16)
+    flags = shared(2, size, dtype=torch.int32)
+    of_ranks = enumerate(zip(ranks, entries, terms, flags))
+    return [parallel.Exchange(rows, rank, *memory) for rank, (rows, *memory) in of_ranks]
 
 
 def test_exchange_of_experts():
@@ -2166,12 +2180,16 @@ def test_exchange_of_experts():
     for part, mine in zip(parts, h):
         kernels.linear_add_ref(mine.float(), dense(part), exact, routes)
     exchanges = exchanges_of([{part: C} for part in parts])
-    stack = kernels.slots_added(routes, residual)
+    stack = experts.slots_added(routes, residual)
     for exchange, part, mine in zip(exchanges, parts, h):
         exchange.send("experts_linear_add", mine[0], None, part, 0.0, stack)
     for exchange, part in zip(exchanges, parts):
         ours = exchange.add_received(part, residual.clone())
         assert nmse(ours, exact) < ONE_UNIT[dtype]
+    term = torch.full((1, C), NAN, dtype=dtype, device=DEVICE)
+    kernels.fused.linear_store(h[0], parts[0], term, routes)
+    ours = kernels.reference.linear_store(h[0].float(), dense(parts[0]), term.float(), routes)
+    assert nmse(term, ours) < ONE_UNIT[dtype]
 
 
 def routes_of(logits: torch.Tensor, k: int, ops=kernels.fused, norm_topk=True):
@@ -6983,6 +7001,35 @@ def test_exchange_adds_and_gathers(format):
             exchange.round_number += 1
 
 
+def test_exchange_adds_terms_of_several_tokens():
+    """Three ranks in one process, so each finds that the others have come already. Two programs
+    have two blocks each, the last of them ragged."""
+    T, C = 180, 72
+    matrices = [Matrix(randn(C, 32, dtype=torch.float16)) for _ in range(2)]
+    exchanges = exchanges_of([dict.fromkeys(matrices, C)] * 3)
+    for number, w in enumerate(2 * matrices, start=1):
+        terms = [randn(T, C, dtype=torch.float16) for _ in exchanges]
+        for exchange, term in zip(exchanges, terms):
+            exchange.term(w, term).copy_(term)
+        residual = randn(T, C, dtype=torch.float16)
+        exact = sum(term.float() for term in [residual, *terms])
+        found = []
+        for rank, exchange in enumerate(exchanges):
+            exchange.own_flags.fill_(number)
+            for other in exchanges:
+                other.own_flags[:, rank] = 0
+            exchange.own_flags[:, rank] = number
+            found.append(exchange.add_terms(w, residual.clone(), False))
+            for other in exchanges:
+                assert (other.own_flags[:, rank] == number).all(), "this rank has not come"
+        assert all(torch.equal(ours, found[0]) for ours in found)
+        assert nmse(found[0], exact) < ONE_UNIT[torch.float16]
+        first, second = (exchange.term(m, terms[0]) for m in matrices)
+        assert first.data_ptr() != second.data_ptr(), "the buffers take turns"
+    big = torch.empty(parallel.READ_AT_MOST, 1, device="meta")
+    assert exchange.has_room(terms[0]) and not exchange.has_room(big)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_on_several_gpus(parallel_folder, size):
     """Both ways of summing, and thousands of rounds of the exchange with late ranks: see
@@ -7003,10 +7050,12 @@ def check_gpus(folder: Path) -> None:
     ranks = Ranks.of_torchrun()
     own = f"cuda:{ranks.local_rank}"
     logits = lambda model: logits_of(model, torch.arange(5, 47) * 7 % 290, 40, 1, 1)
-    for case in ("grouped queries", "one key/value head, bias, tied", "e4m3", "8-bit cache"):
+    cases = ("grouped queries", "one key/value head, bias, tied", "experts", "e4m3", "8-bit cache")
+    for case in cases:
         name, options = PARALLEL[case]
         plain = dict(dtype="fp32", device=own, backend="torch", format=options.get("format"))
-        for dtype in ("fp16", "bf16"):
+        # in half precision, rounding may send a token to another expert
+        for dtype in ("fp32",) if case == "experts" else ("fp16", "bf16"):
             exact = logits(load(folder / name, **plain))
             one = logits(load(folder / name, dtype=dtype, device=own, **options))
             model = load(folder / name, dtype=dtype, device="cuda", ranks=ranks, **options)
@@ -7045,9 +7094,10 @@ def stress(ranks: Ranks, cuda: torch.device, rounds: int = 4000) -> None:
     matrices = [Matrix(blank(SUMMED, 64, dtype=torch.float16)) for _ in range(SLOTS)]
     for m in matrices:
         m.data[:, 0] = ranks.rank + 1
-    exchange = parallel.make_exchange(ranks, {m: SUMMED for m in matrices}, "triton", cuda)
+    rows = dict.fromkeys(matrices, SUMMED)
+    exchange = parallel.make_exchange(ranks, rows, "triton", cuda, torch.float32)
     number, wrong = blank(1), blank(1, dtype=torch.int64)
-    x, y = blank(1, 64, dtype=torch.float16), blank(1, SUMMED)
+    x, y, several = blank(1, 64, dtype=torch.float16), blank(1, SUMMED), blank(50, SUMMED)
 
     def chain(is_late: bool) -> None:
         number.copy_((number + 1) % 1009)
@@ -7057,6 +7107,10 @@ def stress(ranks: Ranks, cuda: torch.device, rounds: int = 4000) -> None:
             if is_late and late.random() < 0.1:
                 torch.cuda._sleep(late.randrange(100_000))
             exchange.linear_add(x, m, y)
+            several.zero_()
+            exchange.term(m, several).copy_(number * (ranks.rank + 1))
+            exchange.add_terms(m, several, False)
+            wrong.add_((several != total * number / SLOTS).sum())
         wrong.add_((y != total * number).sum())
         exchange.round_number += 1
 

@@ -528,6 +528,7 @@ def swiglu(
 
 def linear_add(x: Tensor, w: Matrix, residual: Tensor, routes: Routes, accumulate: str) -> Tensor:
     """residual [T, C] += the sum over a token's slots, in place. x [T, k, K], w [E C, K]"""
+    assert residual.shape[0] == len(x) and residual.is_contiguous(), (residual.shape, x.shape)
     op = "experts_linear_add"
     if len(x) == 1:
         epilogue = Epilogue(products.prepare_rows, products.store_rows, (residual,), added=0)

@@ -11,9 +11,9 @@ the communication there is. All ranks sample from the same logits with the same 
 the token need not be sent.
 
 The model is unaware of this: it runs on a table of ops like any other, in which `linear_add` ends
-with a sum over the ranks and `rmsnorm_linear` with a gather: through NCCL (gloo on CPUs), which
-suits prompts, or, for a single token, if each GPU can write to the others' memory, through the
-exchange further down. CUDA graphs contain either, so on GPUs the host is not in the way."""
+with a sum over the ranks and `rmsnorm_linear` with a gather: through NCCL (gloo on CPUs) or, if
+the GPUs reach each other's memory, through the exchange further down. CUDA graphs contain either,
+so on GPUs the host is not in the way."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
@@ -33,11 +33,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import kernels
 from attention import StateView
-from extra.experts import Routes
+from extra.experts import Routes, slots_added
 from formats import Matrix
-from launch import gdc_launch_dependents, gdc_wait, jit, launch, tl, triton
+from launch import gdc_launch_dependents, gdc_wait, jit, launch, processors, saturated, tl, triton
+from products import Epilogue, Stack, launch_single
 
 Value = TypeVar("Value")
 # How long ranks wait for one another while the user thinks; if one dies, torchrun ends the others
@@ -161,6 +161,9 @@ class Ranks:
         ) -> Tensor:
             if exchange and len(x) == 1:
                 return exchange.linear_add(x, w, residual, routes)
+            if exchange and exchange.has_room(residual):
+                ops.linear_store(x, w, exchange.term(w, residual), routes)
+                return exchange.add_terms(w, residual, fp16_sums)
             # The residual is one more term of the sum, which rank 0 adds
             ops.linear_add(x, w, residual if self.rank == 0 else residual.zero_(), routes)
             dist.all_reduce(residual)
@@ -188,7 +191,7 @@ class Ranks:
         ranks, library = f"in {self.size} processes", "gloo"
         if device.type == "cuda":
             ranks, library = f"and {self.size - 1} more", "NCCL"
-        way = f"direct writes (prompts: {library})" if exchange else library
+        way = "each other's memory" if exchange else library
         return f" {ranks}, sums through {way}"
 
 
@@ -207,9 +210,10 @@ def share(count: int, rank: int, size: int) -> slice:
     return slice(start, start + each)
 
 
-# ---- the exchange: sums and gathers for a single token by direct writes to the other GPUs' memory.
+# ---- the exchange: sums and gathers through the memory of the other GPUs, which takes a fraction of
+#      the time of a call of NCCL.
 #
-#      A token of a 7B model takes 64 sums of 4,096 values: what counts is latency, not bandwidth. A
+#      One token. A token of a 7B model takes 64 sums of 4,096 values: what counts is latency, not bandwidth. A
 #      flag that says "all is written" would need a fence and a second trip, so this is NCCL's
 #      low-latency protocol: each value travels with the number of its round, in an entry of eight
 #      bytes, and eight bytes arrive whole. The product kernel writes an entry for each of its rows
@@ -224,6 +228,17 @@ def share(count: int, rank: int, size: int) -> slice:
 #      which each layer has two, or NCCL's), which needs a term from every rank; and a rank sends
 #      its term only after all its earlier kernels have ended, so after it has read the inbox.
 #      Numbers repeat every 2^32 rounds.
+#
+#      Several tokens, or a prompt. Here bandwidth counts, so terms travel bare. Each rank computes
+#      its own in its own memory; then a kernel on each rank waits until those of all ranks are
+#      there, reads them, and adds them up in the same order everywhere. To wait, the programs of
+#      that kernel meet: each sets a flag in the memory of every rank to the number of sums it has
+#      taken part in, and waits until its twins on all ranks have set its own.
+#
+#      Why no term is overwritten before it is read. wo and w2 have a buffer each, and take turns.
+#      Before a rank writes to one of them again, it has finished a sum in the other, for which it
+#      met all ranks; and a rank meets the others only after all its earlier kernels have ended, so
+#      after it has read the first.
 
 
 @jit
@@ -306,22 +321,87 @@ def _gather_received_kernel(
     tl.store(out + offs_v, values, mask=offs_v < V)
 
 
-class Exchange:
-    """The inboxes in this rank's memory, one for each matrix, and where those of the other ranks are."""
+@jit
+def _add_terms_kernel(
+    terms, flags, own_flags, sums, residual, N,
+    RANKS: tl.constexpr, BLOCK: tl.constexpr, FP16_SUMS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """residual [N] += the sum of the ranks' terms [N], once all are there. terms, flags [RANKS]:
+    the addresses of each rank's terms, and of what this rank sets in each rank's flags. own_flags
+    [programs, RANKS]; sums [programs]: how many each program has taken part in."""
+    gdc_launch_dependents(PDL)
+    gdc_wait(PDL)
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    number = tl.atomic_add(sums + pid, 1) + 1
+    # "release" and "acquire": whoever sees a flag also sees the terms written before it was set
+    for rank in tl.static_range(RANKS):
+        theirs = tl.load(flags + rank).to(own_flags.dtype)
+        tl.atomic_xchg(theirs + pid * RANKS, number, sem="release", scope="sys")
+    for rank in tl.static_range(RANKS):
+        own = own_flags + pid * RANKS + rank
+        while tl.atomic_add(own, 0, sem="acquire", scope="sys") - number < 0:
+            pass
+    tl.debug_barrier()
+    for start in range(pid * BLOCK, N, programs * BLOCK):
+        offs_n = start + tl.arange(0, BLOCK)
+        mask = offs_n < N
+        total = tl.load(residual + offs_n, mask=mask, other=0.0).to(tl.float32)
+        for rank in tl.static_range(RANKS):
+            term = tl.multiple_of(tl.load(terms + rank).to(residual.dtype), 16)
+            total += tl.load(term + offs_n, mask=mask, other=0.0).to(tl.float32)
+        y = saturated(total, FP16_SUMS).to(residual.dtype.element_ty)
+        tl.store(residual + offs_n, y, mask=mask)
 
-    def __init__(self, rows: dict[Matrix, int], rank: int, buffers: list[int], entries: Tensor):
+
+# Programs of that kernel for each streaming multiprocessor, at most. All must run at once, since each
+# waits for its twins
+AT_ONCE = 4
+# The most bytes that a rank reads from the others for a sum. Beyond that NCCL is as fast, since
+# each rank adds up a share only
+READ_AT_MOST = 16 << 20
+
+
+class Shared(NamedTuple):
+    """A tensor that every rank has, in memory that the others can reach."""
+
+    own: Tensor
+    addresses: list[int]  # of each rank's
+
+
+class Exchange:
+    """What the ranks exchange lies here: in inboxes, one for each matrix, if it is for one token;
+    otherwise in two buffers of terms."""
+
+    def __init__(
+        self, rows: dict[Matrix, int], rank: int, entries: Shared, terms: Shared, flags: Shared
+    ):
         """rows: of the products that are exchanged, each by its matrix, in the same order on all
-        ranks. buffers: the address of each rank's entries, int64 [ranks * rows of all products] and
-        zero; `entries` are this rank's."""
-        self.ranks = len(buffers)
+        ranks: wo and w2 of each layer in turn, then the output. entries: int64 [ranks * rows of all
+        products] and zero. terms [2, room], flags int32 [programs, ranks] and zero."""
+        device = entries.own.device
+        self.ranks = len(entries.addresses)
         self.inboxes: dict[Matrix, tuple[Tensor, Tensor]] = {}  # all addresses, own entries
+        self.buffers: dict[Matrix, tuple[Tensor, Tensor]] = {}  # all addresses, own terms
+        in_bytes = terms.own[0].nbytes
+        buffers = [
+            (
+                torch.tensor([start + turn * in_bytes for start in terms.addresses], device=device),
+                own,
+            )
+            for turn, own in enumerate(terms.own)
+        ]
         start = 0
-        self.round_number = torch.ones(1, dtype=torch.int32, device=entries.device)
-        for w, count in rows.items():
-            addresses = [buffer + 8 * (start + rank * count) for buffer in buffers]
-            inbox = entries[start : start + self.ranks * count].view(self.ranks, count)
-            self.inboxes[w] = (torch.tensor(addresses, device=entries.device), inbox)
+        for number, (w, count) in enumerate(rows.items()):
+            addresses = [a + 8 * (start + rank * count) for a in entries.addresses]
+            inbox = entries.own[start : start + self.ranks * count].view(self.ranks, count)
+            self.inboxes[w] = (torch.tensor(addresses, device=device), inbox)
+            self.buffers[w] = buffers[number % 2]
             start += inbox.numel()
+        self.round_number = torch.ones(1, dtype=torch.int32, device=device)
+        self.own_flags = flags.own
+        self.flags = torch.tensor([a + 4 * rank for a in flags.addresses], device=device)
+        self.sums = torch.zeros(len(flags.own), dtype=torch.int32, device=device)
 
     def linear_add(
         self, x: Tensor, w: Matrix, residual: Tensor, routes: Routes | None = None
@@ -333,7 +413,7 @@ class Exchange:
         if routes is None:
             self.send("linear_add", x, None, w, 0.0)
         else:
-            stack = kernels.slots_added(routes, residual)
+            stack = slots_added(routes, residual)
             self.send("experts_linear_add", x[0], None, w, 0.0, stack)
         return self.add_received(w, residual)
 
@@ -355,12 +435,12 @@ class Exchange:
         norm: Tensor | None,
         w: Matrix,
         eps: float,
-        stack: kernels.Stack | None = None,
+        stack: Stack | None = None,
     ) -> None:
         addresses, _ = self.inboxes[w]
         args = (addresses, self.round_number)
-        epilogue = kernels.Epilogue(_prepare_entries, _store_entries, args, Peers(self.ranks))
-        kernels.launch_single(op, x, norm, w, eps, epilogue, stack)
+        epilogue = Epilogue(_prepare_entries, _store_entries, args, Peers(self.ranks))
+        launch_single(op, x, norm, w, eps, epilogue, stack)
 
     def add_received(self, w: Matrix, residual: Tensor) -> Tensor:
         block = 128  # one warp, so that nothing waits for other warps
@@ -370,6 +450,27 @@ class Exchange:
         sizes = dict(N=rows, RANKS=self.ranks, BLOCK=block, warps=1)
         grid = (triton.cdiv(rows, block),)
         launch(_add_received_kernel, grid, residual.device, *args, **sizes)
+        return residual
+
+    def has_room(self, residual: Tensor) -> bool:
+        """Whether terms of this shape fit into the buffers."""
+        _, own = next(iter(self.buffers.values()))
+        return residual.numel() <= own.numel()
+
+    def term(self, w: Matrix, residual: Tensor) -> Tensor:
+        """Where this rank's term of a sum with this shape belongs."""
+        _, own = self.buffers[w]
+        return own[: residual.numel()].view(residual.shape)
+
+    def add_terms(self, w: Matrix, residual: Tensor, fp16_sums: bool) -> Tensor:
+        """residual += the sum of all ranks' terms. fp16_sums: whether it is kept in the range of
+        fp16."""
+        addresses, _ = self.buffers[w]
+        N, block = residual.numel(), 4096
+        programs = min(triton.cdiv(N, block), len(self.sums))
+        args = (addresses, self.flags, self.own_flags, self.sums, residual, N)
+        sizes = dict(RANKS=self.ranks, BLOCK=block, FP16_SUMS=fp16_sums, warps=8)
+        launch(_add_terms_kernel, (programs,), residual.device, *args, **sizes)
         return residual
 
     def gather_received(self, w: Matrix, out: Tensor) -> Tensor:
@@ -383,11 +484,11 @@ class Exchange:
 
 
 def make_exchange(
-    ranks: Ranks, rows: dict[Matrix, int], backend: str, device: torch.device
+    ranks: Ranks, rows: dict[Matrix, int], backend: str, device: torch.device, dtype: torch.dtype
 ) -> Exchange | None:
-    """Set up the exchange of the ranks. Returns None unless every GPU can write to the others'
+    """Set up the exchange of the ranks. Returns None unless every GPU can reach the others'
     memory. All ranks call this together, and either all get an exchange or none. rows: see
-    Exchange."""
+    Exchange. dtype: of the terms."""
     on_one_host = backend == "triton" and device.type == "cuda" and ranks.local_size == ranks.size
     others = [i for i in range(ranks.size) if i != ranks.local_rank]
     reach = lambda other: torch.cuda.can_device_access_peer(device.index, other)
@@ -396,10 +497,16 @@ def make_exchange(
         return None
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    count = ranks.size * sum(rows.values())
-    entries = symmetric_memory.empty(count, dtype=torch.int64, device=device)
-    buffers = symmetric_memory.rendezvous(entries, group=dist.group.WORLD).buffer_ptrs
-    exchange = Exchange(rows, ranks.rank, list(buffers), entries.zero_())
+    def shared(*shape: int, dtype: torch.dtype) -> Shared:
+        own = symmetric_memory.empty(*shape, dtype=dtype, device=device)
+        buffers = symmetric_memory.rendezvous(own, group=dist.group.WORLD).buffer_ptrs
+        return Shared(own.zero_(), list(buffers))
+
+    entries = shared(ranks.size * sum(rows.values()), dtype=torch.int64)
+    room = READ_AT_MOST // (ranks.size - 1) // 16 * 16  # since 16 bytes are read at once
+    terms = shared(2, room // dtype.itemsize, dtype=dtype)
+    flags = shared(AT_ONCE * processors(device), ranks.size, dtype=torch.int32)
+    exchange = Exchange(rows, ranks.rank, entries, terms, flags)
     torch.cuda.synchronize()
     ranks.gather(lambda: None)  # all are zero before anyone writes
     return exchange
