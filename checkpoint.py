@@ -293,6 +293,38 @@ class Placement(NamedTuple):
     rows: slice  # of the source's tensor
 
 
+# Weights that are read at once, if they lie in several parts of one tensor
+AT_ONCE = 1 << 24
+
+
+def joined(placements: list[Placement]) -> list[Placement]:
+    """The same, but with one placement for several whose rows continue one another in both tensors,
+    as those of experts in a stack do: to read and convert ten experts at once takes little longer
+    than one."""
+    found: list[Placement] = []
+    latest: dict[SourceTensor, int] = {}  # the index of a tensor's latest placement
+    for placement in placements:
+        place, tensor, rows = placement
+        before = found[latest[tensor]] if tensor in latest else None
+        if before and continues(before, placement):
+            both = slice(before.place.start, place.stop, place.step)
+            read = slice(before.rows.start, rows.stop)
+            found[latest[tensor]] = Placement(both, tensor, read)
+        else:
+            latest[tensor] = len(found)
+            found.append(placement)
+    return found
+
+
+def continues(before: Placement, after: Placement) -> bool:
+    """Whether two placements of a tensor can be one."""
+    count = before.rows.stop - before.rows.start
+    follows = before.place.start + count * before.place.step == after.place.start
+    rows = after.rows.stop - before.rows.start
+    fits = rows * before.tensor.shape[-1] <= AT_ONCE
+    return follows and before.rows.stop == after.rows.start and fits
+
+
 @dataclass
 class Loader:
     """Loads the tensors one by one, so that the model is never in memory twice. A matrix is in
@@ -371,8 +403,15 @@ class Loader:
         tensors = self.checkpoint.tensors
         shares = [self.share(part.dims[0]) for part in t.parts]
         if t.name not in tensors:
-            parts = [tensors[part.name] for part in t.parts]
-            return list(map(Placement, t.places(self.config), parts, shares))
+            found = []
+            for place, part, rows in zip(t.places(self.config), t.parts, shares):
+                tensor = tensors[part.name]
+                size = part.shape(self.whole)[0]
+                first = 0
+                if tensor.shape[0] > size:  # the experts of a stack share it
+                    first = part.expert * size
+                found.append(Placement(place, tensor, slice(first + rows.start, first + rows.stop)))
+            return joined(found)
         rows = t.joined_rows(self.whole, shares)
         # In the rank's own tensor, the share of each part is the whole part
         of_parts = [slice(0, part.shape(self.config)[0]) for part in t.parts]

@@ -5776,15 +5776,20 @@ def test_format_of_joined_matrices(kinds, columns, most_bits, name):
     assert (found and found.name) == name
 
 
-def loaded(model, format="held", ranks: Ranks = Ranks()):
-    """A rank's weights of a model's checkpoint, in a format; "held": as the file holds them."""
+def loader_of(model, format="held", ranks: Ranks = Ranks()) -> Loader:
+    """Of a model's checkpoint, in a format; "held": as the file holds it."""
     c = model.config.cut(ranks.size)
     if format == "held":
         formats = model.checkpoint.formats_as_stored(c, 8)
     else:
         formats = formats_of(c, format)
     types = (torch.float32, torch.float32, torch.device("cpu"))
-    return Loader(model.checkpoint, *types, formats, "torch", ranks, quiet=True).load()
+    return Loader(model.checkpoint, *types, formats, "torch", ranks, quiet=True)
+
+
+def loaded(model, format="held", ranks: Ranks = Ranks()):
+    """A rank's weights."""
+    return loader_of(model, format, ranks).load()
 
 
 def assert_two_ranks_have(model, layer, format="held") -> None:
@@ -5826,7 +5831,7 @@ def test_gguf_models_equal_transformers(tmp_path, family, monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen 3 moe"])
-def test_gguf_of_experts_equals_transformers(tmp_path, cli, family):
+def test_gguf_of_experts_equals_transformers(tmp_path, cli, family, monkeypatch):
     """Of several types; whole and by ranks."""
     fields = dict(hidden_size=256, intermediate_size=512, moe_intermediate_size=512, head_dim=64)
     theirs = hugging_face_model(259, **FAMILIES[family] | fields | OF_BYTES)
@@ -5848,6 +5853,12 @@ def test_gguf_of_experts_equals_transformers(tmp_path, cli, family):
     assert_two_ranks_have(ours, whole.layers[1])
     name = "blk.1.ffn_down_exps.weight"
     count, (number, raw) = ours.config.n_experts, made[1][name]
+    reads = lambda: [len(loader_of(ours).placements(t)) for t in layer_tensors(ours.config)[-2:]]
+    assert reads() == [2, 1], "w1, w3 and w2 of all experts are read at once"
+    monkeypatch.setattr(checkpoint, "AT_ONCE", 3 * 256 * 512)
+    assert reads() == [2 * -(-count // 3), -(-count // 3)]
+    for one, other in zip(loaded(ours).matrices, whole.matrices, strict=True):
+        assert torch.equal(one.dense(), other.dense())
     write_gguf(file, made[0], made[1] | {name: (number, raw[:-1])})
     few = f"{name} is [{count - 1}, 256, 512], but there must be {count} experts"
     assert_refused(cli("-m", file, "-p", "a"), few)

@@ -103,8 +103,9 @@ class Source(ABC):
     def tensors(self, c: Config) -> tuple[Config, dict[str, SourceTensor]]:
         """Returns the configuration, in which tie_embeddings may have become False, and the tensors
         by our names. They are a model's parts, or the tensors of the model if --save has joined
-        the parts. Raises ValueError if one is missing, unexpected, or of another shape or type than
-        the config says."""
+        the parts. Experts share a tensor if it has their matrices one after the other. Raises
+        ValueError if one is missing, unexpected, or of another shape or type than the config
+        says."""
         found: Found = {}
         for tensor in self.file_tensors():
             if not NOT_NEEDED.search(tensor.name):
@@ -113,7 +114,7 @@ class Source(ABC):
             c = self.untied(c, found)
         c = self.without_absent_biases(c, found)
         tensors = self.named(c, found)
-        self.check(tensors.values(), found)
+        self.check(dict.fromkeys(tensors.values()), found)
         return c, tensors
 
     def untied(self, c: Config, found: Found) -> Config:
@@ -233,22 +234,28 @@ class GgufFile(Source):
         header = self.header
         in_pairs = FAMILIES[gguf.family_name(header)].in_pairs
         tensors = {}
+        by_name: dict[str, SourceTensor] = {}
         for name, part in model_parts(c).items():
-            head_dim = c.head_dim if part.rotated and not in_pairs else None
-            tensors[name] = self.tensor(part, c, found, header, head_dim)
+            in_file = part.name_in(self.naming)
+            if in_file not in by_name:
+                head_dim = c.head_dim if part.rotated and not in_pairs else None
+                by_name[in_file] = self.tensor(part, c, found, header, head_dim)
+            tensors[name] = by_name[in_file]
         return tensors
 
     def tensor(
         self, part: Part, c: Config, found: Found, header: gguf.GGUF, head_dim: int | None
     ) -> SourceTensor:
         name = part.name_in(self.naming)
+        shape = part.shape(c)
         info = header.tensors.get(name)
         if info and part.expert is not None:
-            info = info.of_expert(part.expert, c.n_experts)
+            info = info.of_experts(c.n_experts)
             found = {name: [self.file_tensor(info)]}
+            shape = (c.n_experts * shape[0], *shape[1:])
         if info and self.scheme(info):
-            return GgufMatrix(name, part.shape(c), found, head_dim, self.scheme(info))
-        return Floats(name, part.shape(c), found, head_dim)
+            return GgufMatrix(name, shape, found, head_dim, self.scheme(info))
+        return Floats(name, shape, found, head_dim)
 
 
 # ---- folders
