@@ -19,6 +19,7 @@ import io
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import pickle
 import pty
@@ -468,20 +469,13 @@ def interrupted_at(monkeypatch, ops, call: int) -> None:
 # ---- kernels: compiled for every architecture, with no GPU present; first, since it takes longest
 
 
-# and the kilobytes of shared memory that a program may use
+# and the kilobytes of shared memory that a program may use; 86 runs the code of 80, and has less
 ARCHITECTURES = {80: 99, 89: 99, 90: 227, 120: 99}
-
-
-def without_interpreter(call: str) -> None:
-    """Call a function of this file in a process of its own, where Triton compiles."""
-    flags = {"COMPILES": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", f"import test_all; test_all.{call}"]
-    done = subprocess.run(command, cwd=HERE, env=os.environ | flags, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+BF16 = torch.bfloat16
 
 
 def as_if_on(arch: int) -> None:
-    """In such a process, compile as if for a GPU of this architecture."""
+    """In a process where Triton compiles, compile as if for a GPU of this architecture."""
     from triton.runtime import driver
 
     target = launch.triton.backends.compiler.GPUTarget("cuda", arch, 32)
@@ -490,101 +484,129 @@ def as_if_on(arch: int) -> None:
     driver.set_active(SimpleNamespace(**functions))
     ours = (launch, kernels, attention, hopper, sampling, fp8, int4, experts, training, parallel)
     for module in ours:
-        module.capability, module.processors = lambda device: arch, lambda device: 132
-
-
-def launch_all(dtype: torch.dtype, arch: int) -> None:
-    """Launch the ops with shapes that reach every kernel."""
-    kernels.few_sizes = lambda *_: launch.FewSizes(16, 8, 4, 8, 1)  # one tile, which compiles fast
+        module.capability, module.processors = lambda device: arch, lambda device: 16
+    one_tile = launch.FewSizes(16, 8, 4, 8, 1)  # which compiles fast
+    kernels.few_sizes = lambda *key: one_tile if launch.few_sizes(*key) else None
     kernels.vector_sizes = lambda *_: launch.VectorSizes(2, 512, 2)
-    several = launch.StreamSizes(2, 2048, 3, 3)  # rows, and blocks of a row
-    one_block = launch.StreamSizes(1, 4096, 3, 3)
-    half = dtype == torch.float16  # bf16 is left out where only sizes differ
-    kernels.stream_sizes = lambda _, bits, op, K: (
-        several if half and op == "rmsnorm_swiglu" else one_block
-    )
-    attention.few_rows_sizes = lambda device: launch.SplitSizes(1, 64, 4, 1, 128)
-    new = lambda *shape, dtype=dtype: torch.zeros(shape, dtype=dtype)
-    one = new(1, dtype=torch.int32)
-    blank = lambda N, K, format: Matrix(format.empty(N, K, DEVICE) if format else new(N, K), format)
+    kernels.stream_sizes = lambda *_: launch.StreamSizes(1, 2048, 3, 3)
 
-    def run_ops(names, T: int, heads=(8, 8, 128), format=None, ops=kernels.fused, **extra) -> None:
-        for op in names:
-            arguments = op_arguments(op, dtype, heads, T, 300, 500, **extra)[0]
-            getattr(ops, op)(*encoded(arguments, format))
 
-    for T in (1, 100, 3) if half else (1, 100):
-        run_ops(OPS, T)
-    for T in (1, 3):
-        run_ops(PRODUCTS if half else PRODUCTS[1::2], T, format=E4M3)
-        run_ops(["linear_add"], T, format=E5M2)
-    if half:
-        for T in (13, 60):
-            run_ops(["attention", "linear_add"], T)
-            run_ops(["linear_add"], T, format=E4M3)
-        for heads, T in (((8, 1, 64), 3), ((4, 2, 256), 1), ((4, 2, 256), 100), ((2, 2, 256), 1)):
-            run_ops(["attention"], T, heads)
-        run_ops(["attention"], 100, ops=kernels.ops("triton", "fp16"))
-    # elsewhere the formats of files need no other instructions
-    forms = (INT4, OWN, *FILE_FORMATS) if arch in (80, 90) else (INT4, quants.E4M3_128)
-    for T, form in itertools.product((1, 3, 60), forms if half else (INT4,)):
-        kernels.fused.linear_add(new(T, 4096), blank(66, 4096, form), new(T, 66))
-    for T, form in ((1, None), (1, INT4), (3, None))[: 3 if half else 1]:  # a kernel each
-        w = replace(blank(66, 4096, form), bias=new(66))
-        kernels.fused.linear_add(new(T, 4096), w, new(T, 66))
-    layer = SimpleNamespace(ffn_norm=new(4096), w13=blank(66, 4096, INT4))
-    kernels.fused.rmsnorm_swiglu(new(1, 4096), layer, SimpleNamespace(norm_eps=1e-5))
-    codes, scales = new(66, 4096, dtype=torch.int8), new(66, 1, dtype=torch.float32)
-    kernels._recode(layer.w13, codes, scales)
-    for T, form in ((1, None), (100, None), (1, E4M3))[: 3 if half else 2]:
-        run_ops(["rmsnorm_qkv_rope"], T, (8, 2, 128), form, qk_norm=new(2, 128))
-    C, F, V = 1024, 5504, 600
-    for form in (None, E4M3) if half else (None,):
-        w, output = blank(C, F, form), blank(V, C, form)
-        exchange = parallel.Exchange(
-            {w: C, output: V}, 0, [0, 0], new(2 * (C + V), dtype=torch.int64)
-        )
-        exchange.linear_add(new(1, F), w, new(1, C))
-        logits = new(1, 2 * V - 1, dtype=torch.float32)
-        exchange.rmsnorm_linear(new(1, C), new(C), output, 1e-5, logits)
-    of_experts = [*itertools.product((1, 40), (INT4, E4M3, None))]
-    for T, form in [(3, None), *(of_experts if half else [(1, None)])]:
-        E, k = 6, 2
-        layer = SimpleNamespace(ffn_norm=new(512), router=Matrix(new(E, 512)), router_gain=1.0)
-        layer.w13, layer.w2 = blank(E * 512, 512, form), blank(E * 512, 256, form)
-        state = state_of_experts(k)
-        routes = kernels.fused.route(new(T, 512), layer, state)
-        h = kernels.fused.rmsnorm_swiglu(new(T, 512), layer, state, routes)
-        kernels.fused.linear_add(h, layer.w2, new(T, 512), routes)
-    for norm in (None, new(512)):
-        kernels.encode_rows(new(3, 512), norm, 1e-5)
-    for T, D in ((1, 128), (100, 128 if half else 64)):
-        x, layer, state = op_arguments("rmsnorm_qkv_rope", dtype, (8, 8, D), T, 300, 500)[0]
-        k, v = (new(8, 500, D, dtype=torch.int8) for _ in range(2))
-        state = changed(state, k=(None, k), v=(None, v))
-        kernels.fused.rmsnorm_qkv_rope(x, layer, state)
-        kernels.fused.attention(new(T, 8, D), layer, state)
-    attention.decode_caches(k, v, one, 100, dtype)
-    if arch == 90:  # Hopper's own kernel for prompts
-        run_ops(["attention"], 512)
-    ids = [new(512, dtype=torch.int32) for _ in range(2)]
-    greedy = dict(temp=0, repeat_penalty=1.1)
-    for settings in (dict(), greedy, dict(top_k=1000), dict(top_p=1), dict(top_k=0, top_p=1)):
+def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def blank(N: int, K: int, format, dtype: torch.dtype) -> Matrix:
+    if format is None:
+        return Matrix(zeros(N, K, dtype=dtype))
+    return Matrix(format.empty(N, K, DEVICE), format)
+
+
+def launch_ops(names, dtype, T: int, heads=(8, 8, 128), format=None, ops=kernels.fused, **extra):
+    for op in names:
+        arguments = op_arguments(op, dtype, heads, T, 300, 500, **extra)[0]
+        getattr(ops, op)(*encoded(arguments, format))
+
+
+def launch_attention(dtype: torch.dtype) -> None:
+    """With one token, a few and a prompt; also of a cache in 8 bits."""
+    attend = partial(launch_ops, ["attention"], dtype)
+    for T in (1, 3, 512):
+        attend(T)
+    x, layer, state = op_arguments("rmsnorm_qkv_rope", dtype, (8, 8, 64), 96, 300, 500)[0]
+    k, v = (zeros(8, 500, 64, dtype=torch.int8) for _ in range(2))
+    state = changed(state, k=(None, k), v=(None, v))
+    for T in (1, 96):
+        kernels.fused.rmsnorm_qkv_rope(x[:T], layer, state)
+        kernels.fused.attention(zeros(T, 8, 64, dtype=dtype), layer, state)
+    attention.decode_caches(k, v, zeros(1, dtype=torch.int32), 96, dtype)
+    if dtype != BF16:
+        for T, heads in ((96, (8, 8, 128)), (3, (16, 2, 128)), (1, (4, 2, 256)), (96, (4, 2, 256))):
+            attend(T, heads)
+        attend(96, ops=kernels.ops("triton", "fp16"))
+
+
+def launch_linear_add(dtype: torch.dtype, T: int, w: Matrix) -> None:
+    x, residual = zeros(T, w.columns, dtype=dtype), zeros(T, w.rows, dtype=dtype)
+    kernels.fused.linear_add(x, w, residual)
+
+
+def launch_exchange(dtype: torch.dtype, format) -> None:
+    """What several ranks do with their parts of a product."""
+    w, output = blank(512, 1024, format, dtype), blank(600, 512, format, dtype)
+    entries = zeros(2 * (512 + 600), dtype=torch.int64)
+    exchange = parallel.Exchange({w: 512, output: 600}, 0, [0, 0], entries)
+    exchange.linear_add(zeros(1, 1024, dtype=dtype), w, zeros(1, 512, dtype=dtype))
+    x, norm = zeros(1, 512, dtype=dtype), zeros(512, dtype=dtype)
+    logits = zeros(1, 2 * 600 - 1, dtype=torch.float32)
+    exchange.rmsnorm_linear(x, norm, output, 1e-5, logits)
+
+
+def launch_experts(dtype: torch.dtype, T: int, format) -> None:
+    x, layer, state = expert_arguments(T, 6, 2, 512, 256, dtype)
+    layer.w13, layer.w2 = blank(6 * 512, 512, format, dtype), blank(6 * 512, 256, format, dtype)
+    routes = kernels.fused.route(x, layer, state)
+    h = kernels.fused.rmsnorm_swiglu(x, layer, state, routes)
+    kernels.fused.linear_add(h, layer.w2, x, routes)
+
+
+def launch_products(dtype: torch.dtype) -> None:
+    """With one token, a few and a prompt; with norms of heads, other ranks and experts."""
+    for T in (1, 3, 96):
+        launch_ops([op for op in OPS if op != "attention"], dtype, T)
+    for T, format in itertools.product((1, 3, 60), (INT4, E4M3)):
+        launch_linear_add(dtype, T, blank(48, 1024, format, dtype))
+    for T in (1, 96):
+        launch_ops(["rmsnorm_qkv_rope"], dtype, T, (8, 2, 128), qk_norm=zeros(2, 128, dtype=dtype))
+    launch_exchange(dtype, None)
+    for T, format in ((1, None), (3, E4M3), (40, None)):
+        launch_experts(dtype, T, format)
+    for norm in (None, zeros(512, dtype=dtype)):
+        kernels.encode_rows(zeros(3, 512, dtype=dtype), norm, 1e-5)
+
+
+def launch_8_bit_floats() -> None:
+    """What else depends on how their matrices are decoded and multiplied."""
+    dtype = torch.float16
+    for T, format in itertools.product((1, 3, 60), (E4M3, E5M2, quants.E4M3_128)):
+        launch_linear_add(dtype, T, blank(48, 1024, format, dtype))
+    launch_linear_add(dtype, 13, blank(48, 1024, E4M3, dtype))
+    launch_ops(["rmsnorm_qkv_rope", "rmsnorm_linear"], dtype, 1, format=E4M3)
+    launch_exchange(dtype, E4M3)
+    for T in (1, 40):
+        launch_experts(dtype, T, E4M3)
+
+
+def launch_formats() -> None:
+    """Matrices in all other formats."""
+    dtype = torch.float16
+    for T, format in itertools.product((1, 3, 60), (OWN, *FILE_FORMATS)):
+        launch_linear_add(dtype, T, blank(48, 1024, format, dtype))
+    for T, format in ((1, None), (1, INT4), (3, INT4)):  # a kernel each
+        biased = replace(blank(48, 1024, format, dtype), bias=zeros(48, dtype=dtype))
+        launch_linear_add(dtype, T, biased)
+    x, norm = zeros(1, 4096, dtype=dtype), zeros(4096, dtype=dtype)
+    layer = SimpleNamespace(ffn_norm=norm, w13=blank(48, 4096, INT4, dtype))  # two blocks of a row
+    kernels.fused.rmsnorm_swiglu(x, layer, SimpleNamespace(norm_eps=1e-5))
+    kernels._recode(layer.w13, *E4M3.empty(48, 4096, DEVICE))
+    for T in (1, 40):
+        launch_experts(dtype, T, INT4)
+
+
+def launch_sampling() -> None:
+    ids = [zeros(512, dtype=torch.int32) for _ in range(2)]
+    one = zeros(1, dtype=torch.int32)
+    penalised = dict(temp=0, repeat_penalty=1.1)
+    # rows and logits of each: parts of 4096 have fewer logits than a program has threads
+    cases = [(1, 32000, more) for more in (dict(), penalised, dict(top_k=1000), dict(top_p=1))]
+    cases += [(1, 4096, dict()), (5, 32000, dict(top_k=0, top_p=1))]
+    for rows, V, settings in cases:
         sampler = Sampler(DEVICE, Sampling(**settings))
-        kernels.fused.sample(new(1, 32000, dtype=torch.float32), *ids, one, sampler)
-    # parts with fewer logits than a program has threads
-    kernels.fused.sample(new(1, 4096, dtype=torch.float32), *ids, one, Sampler(DEVICE))
-    kernels.fused.sample(new(5, 32000, dtype=torch.float32), *ids, one, sampler)
-    from training.test_training import launch_training
-
-    launch_training(dtype)
+        kernels.fused.sample(zeros(rows, V, dtype=torch.float32), *ids, one, sampler)
 
 
 def compile_kernels(arch: int) -> None:
-    """Compile every kernel for an architecture, to machine code that fits into shared memory. 86
-    assembles the PTX of 80, as Triton would compile for it; 89 has the same PTX, except where its
-    instructions for 8-bit floats are used."""
-    from triton import knobs
+    """Compile every kernel for an architecture, to machine code that fits into shared memory."""
+    from training.test_training import launch_training
 
     compiled, with_fp16_sums = set(), set()
 
@@ -595,9 +617,6 @@ def compile_kernels(arch: int) -> None:
         ptx, shared, what = binary.asm["ptx"], binary.metadata.shared, (name, constants)
         compiled.add(name)
         assert binary.asm["cubin"] and shared <= ARCHITECTURES[arch] * 1024, (what, shared)
-        if arch == 80:
-            assemble = [knobs.nvidia.ptxas.path, "--gpu-name=sm_86", "-o", os.devnull, "-"]
-            subprocess.run(assemble, input=ptx.encode(), check=True)
         if name == "_hopper_attention_kernel":
             assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
         else:
@@ -613,22 +632,53 @@ def compile_kernels(arch: int) -> None:
 
     as_if_on(arch)
     launch.start = hopper.start = start
-    for dtype in (torch.float16, torch.bfloat16)[: 1 if arch == 120 else 2]:  # as for 80 and 90
-        launch_all(dtype, arch)
+    launch_attention(torch.float16)
+    launch_8_bit_floats()
     if arch == 89:
         assert "_vector_kernel" in compiled
         return
+    launch_products(torch.float16)
+    launch_sampling()
+    launch_training(torch.float16)
+    if arch == 80:
+        launch_formats()
+        launch_products(BF16)
+        launch_training(BF16)
+    if arch in (80, 90):
+        launch_attention(BF16)
     modules = (kernels, attention, experts, sampling, parallel, training)
     modules += (hopper,) if arch == 90 else ()
     every = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
-    assert compiled == every | {"few_attention_kernel"}, "launch_all has to launch these as well"
+    assert compiled == every, "one of the functions launch_... has to launch these as well"
     assert with_fp16_sums == {"_attention_kernel"}
 
 
+def compile_in_processes() -> None:
+    """One for each architecture, which have in common what takes long to import."""
+    process_of = multiprocessing.get_context("fork").Process
+    processes = [process_of(target=compile_kernels, args=(arch,)) for arch in ARCHITECTURES]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    sys.exit(any(process.exitcode for process in processes))
+
+
 def test_kernels_compile():
-    """In as many processes as there are cores, while another worker of pytest runs other tests."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda arch: without_interpreter(f"compile_kernels({arch})"), ARCHITECTURES))
+    """Each kernel that launch.json lets a card run, with its sizes where they decide how much shared
+    memory there has to be.
+
+    For sm_80: all kernels in fp16 and in bf16, and in fp16 all formats of weights. Elsewhere only
+    what the architecture may refuse: for 90 and 120 all kernels, since they wait for the kernel
+    before and pass through other stages of the compiler, and all that touches 8-bit floats, for
+    which they have instructions; for 90 also attention in bf16, since Hopper has other instructions
+    for products; for 89, which is like 80 otherwise, 8-bit floats. The formats of files decode by
+    instructions that all have. 86 runs the machine code of 80, which gets by with the shared memory
+    that 86 has."""
+    flags = {"COMPILES": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", "import test_all; test_all.compile_in_processes()"]
+    done = subprocess.run(command, cwd=HERE, env=os.environ | flags, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 # ---- model.py
