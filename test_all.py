@@ -471,7 +471,6 @@ def interrupted_at(monkeypatch, ops, call: int) -> None:
 
 # and the kilobytes of shared memory that a program may use; 86 runs the code of 80, and has less
 ARCHITECTURES = {80: 99, 89: 99, 90: 227, 120: 99}
-BF16 = torch.bfloat16
 
 
 def as_if_on(arch: int) -> None:
@@ -491,13 +490,9 @@ def as_if_on(arch: int) -> None:
     kernels.stream_sizes = lambda *_: launch.StreamSizes(1, 2048, 3, 3)
 
 
-def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype)
-
-
 def blank(N: int, K: int, format, dtype: torch.dtype) -> Matrix:
     if format is None:
-        return Matrix(zeros(N, K, dtype=dtype))
+        return Matrix(torch.zeros(N, K, dtype=dtype))
     return Matrix(format.empty(N, K, DEVICE), format)
 
 
@@ -512,33 +507,33 @@ def launch_attention(dtype: torch.dtype) -> None:
     attend = partial(launch_ops, ["attention"], dtype)
     for T in (1, 3, 512):
         attend(T)
-    x, layer, state = op_arguments("rmsnorm_qkv_rope", dtype, (8, 8, 64), 96, 300, 500)[0]
-    k, v = (zeros(8, 500, 64, dtype=torch.int8) for _ in range(2))
-    state = changed(state, k=(None, k), v=(None, v))
-    for T in (1, 96):
-        kernels.fused.rmsnorm_qkv_rope(x[:T], layer, state)
-        kernels.fused.attention(zeros(T, 8, 64, dtype=dtype), layer, state)
-    attention.decode_caches(k, v, zeros(1, dtype=torch.int32), 96, dtype)
-    if dtype != BF16:
+    if dtype == torch.float16:
         for T, heads in ((96, (8, 8, 128)), (3, (16, 2, 128)), (1, (4, 2, 256)), (96, (4, 2, 256))):
             attend(T, heads)
         attend(96, ops=kernels.ops("triton", "fp16"))
+    k, v = (torch.zeros(8, 500, 64, dtype=torch.int8) for _ in range(2))
+    for T in (1, 96):
+        x, layer, state = op_arguments("rmsnorm_qkv_rope", dtype, (8, 8, 64), T, 300, 500)[0]
+        state = changed(state, k=(None, k), v=(None, v))
+        q = kernels.fused.rmsnorm_qkv_rope(x, layer, state)
+        kernels.fused.attention(q, layer, state)
+    attention.decode_caches(k, v, state.device_pos, 96, dtype)
 
 
-def launch_linear_add(dtype: torch.dtype, T: int, w: Matrix) -> None:
-    x, residual = zeros(T, w.columns, dtype=dtype), zeros(T, w.rows, dtype=dtype)
+def launch_linear_add(dtype: torch.dtype, T: int, format, bias=None) -> None:
+    w = replace(blank(48, 1024, format, dtype), bias=bias)
+    x, residual = torch.zeros(T, 1024, dtype=dtype), torch.zeros(T, 48, dtype=dtype)
     kernels.fused.linear_add(x, w, residual)
 
 
 def launch_exchange(dtype: torch.dtype, format) -> None:
     """What several ranks do with their parts of a product."""
+    new = partial(torch.zeros, dtype=dtype)
     w, output = blank(512, 1024, format, dtype), blank(600, 512, format, dtype)
-    entries = zeros(2 * (512 + 600), dtype=torch.int64)
+    entries = torch.zeros(2 * (512 + 600), dtype=torch.int64)
     exchange = parallel.Exchange({w: 512, output: 600}, 0, [0, 0], entries)
-    exchange.linear_add(zeros(1, 1024, dtype=dtype), w, zeros(1, 512, dtype=dtype))
-    x, norm = zeros(1, 512, dtype=dtype), zeros(512, dtype=dtype)
-    logits = zeros(1, 2 * 600 - 1, dtype=torch.float32)
-    exchange.rmsnorm_linear(x, norm, output, 1e-5, logits)
+    exchange.linear_add(new(1, 1024), w, new(1, 512))
+    exchange.rmsnorm_linear(new(1, 512), new(512), output, 1e-5, torch.zeros(1, 2 * 600 - 1))
 
 
 def launch_experts(dtype: torch.dtype, T: int, format) -> None:
@@ -554,22 +549,23 @@ def launch_products(dtype: torch.dtype) -> None:
     for T in (1, 3, 96):
         launch_ops([op for op in OPS if op != "attention"], dtype, T)
     for T, format in itertools.product((1, 3, 60), (INT4, E4M3)):
-        launch_linear_add(dtype, T, blank(48, 1024, format, dtype))
+        launch_linear_add(dtype, T, format)
+    qk_norm = torch.zeros(2, 128, dtype=dtype)
     for T in (1, 96):
-        launch_ops(["rmsnorm_qkv_rope"], dtype, T, (8, 2, 128), qk_norm=zeros(2, 128, dtype=dtype))
+        launch_ops(["rmsnorm_qkv_rope"], dtype, T, (8, 2, 128), qk_norm=qk_norm)
     launch_exchange(dtype, None)
     for T, format in ((1, None), (3, E4M3), (40, None)):
         launch_experts(dtype, T, format)
-    for norm in (None, zeros(512, dtype=dtype)):
-        kernels.encode_rows(zeros(3, 512, dtype=dtype), norm, 1e-5)
+    for norm in (None, torch.zeros(512, dtype=dtype)):
+        kernels.encode_rows(torch.zeros(3, 512, dtype=dtype), norm, 1e-5)
 
 
 def launch_8_bit_floats() -> None:
     """What else depends on how their matrices are decoded and multiplied."""
     dtype = torch.float16
     for T, format in itertools.product((1, 3, 60), (E4M3, E5M2, quants.E4M3_128)):
-        launch_linear_add(dtype, T, blank(48, 1024, format, dtype))
-    launch_linear_add(dtype, 13, blank(48, 1024, E4M3, dtype))
+        launch_linear_add(dtype, T, format)
+    launch_linear_add(dtype, 13, E4M3)
     launch_ops(["rmsnorm_qkv_rope", "rmsnorm_linear"], dtype, 1, format=E4M3)
     launch_exchange(dtype, E4M3)
     for T in (1, 40):
@@ -580,11 +576,10 @@ def launch_formats() -> None:
     """Matrices in all other formats."""
     dtype = torch.float16
     for T, format in itertools.product((1, 3, 60), (OWN, *FILE_FORMATS)):
-        launch_linear_add(dtype, T, blank(48, 1024, format, dtype))
+        launch_linear_add(dtype, T, format)
     for T, format in ((1, None), (1, INT4), (3, INT4)):  # a kernel each
-        biased = replace(blank(48, 1024, format, dtype), bias=zeros(48, dtype=dtype))
-        launch_linear_add(dtype, T, biased)
-    x, norm = zeros(1, 4096, dtype=dtype), zeros(4096, dtype=dtype)
+        launch_linear_add(dtype, T, format, bias=torch.zeros(48, dtype=dtype))
+    x, norm = torch.zeros(1, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
     layer = SimpleNamespace(ffn_norm=norm, w13=blank(48, 4096, INT4, dtype))  # two blocks of a row
     kernels.fused.rmsnorm_swiglu(x, layer, SimpleNamespace(norm_eps=1e-5))
     kernels._recode(layer.w13, *E4M3.empty(48, 4096, DEVICE))
@@ -593,15 +588,15 @@ def launch_formats() -> None:
 
 
 def launch_sampling() -> None:
-    ids = [zeros(512, dtype=torch.int32) for _ in range(2)]
-    one = zeros(1, dtype=torch.int32)
+    ids = [torch.zeros(512, dtype=torch.int32) for _ in range(2)]
+    one = torch.zeros(1, dtype=torch.int32)
     penalised = dict(temp=0, repeat_penalty=1.1)
     # rows and logits of each: parts of 4096 have fewer logits than a program has threads
     cases = [(1, 32000, more) for more in (dict(), penalised, dict(top_k=1000), dict(top_p=1))]
     cases += [(1, 4096, dict()), (5, 32000, dict(top_k=0, top_p=1))]
     for rows, V, settings in cases:
         sampler = Sampler(DEVICE, Sampling(**settings))
-        kernels.fused.sample(zeros(rows, V, dtype=torch.float32), *ids, one, sampler)
+        kernels.fused.sample(torch.zeros(rows, V), *ids, one, sampler)
 
 
 def compile_kernels(arch: int) -> None:
@@ -642,10 +637,10 @@ def compile_kernels(arch: int) -> None:
     launch_training(torch.float16)
     if arch == 80:
         launch_formats()
-        launch_products(BF16)
-        launch_training(BF16)
+        launch_products(torch.bfloat16)
+        launch_training(torch.bfloat16)
     if arch in (80, 90):
-        launch_attention(BF16)
+        launch_attention(torch.bfloat16)
     modules = (kernels, attention, experts, sampling, parallel, training)
     modules += (hopper,) if arch == 90 else ()
     every = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
