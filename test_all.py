@@ -1284,7 +1284,7 @@ def test_qkv_into_caches_of_2_31_values(T):
 
 @pytest.mark.parametrize("T, sizes", [
     *itertools.product((1,), ((2, 32, 4), (4, 16, 2), (8, 64, 4))),
-    *itertools.product((2, 8, 9, 16), ((16, 2, 2, 4, 1), (32, 4, 2, 8, 2), (64, 1, 4, 16, 3))),
+    *itertools.product((3, 16), ((16, 2, 2, 4, 1), (32, 4, 2, 8, 2), (64, 1, 4, 16, 3))),
 ], ids=str)  # fmt: skip
 def test_products_do_not_depend_on_launch_sizes(T, sizes, monkeypatch):
     monkeypatch.setattr(kernels, "vector_sizes", lambda *_: launch.VectorSizes(*sizes))
@@ -1348,11 +1348,11 @@ def test_attention_of_few_rows(kv_fp8, heads, sizes, monkeypatch):
 
 
 @pytest.mark.parametrize("kv_fp8", [False, True])
-@pytest.mark.parametrize("start_pos", [0, 1, 62, 63, 126, 5000] if ON_GPU else [0, 62, 126])
+@pytest.mark.parametrize("start_pos", [0, 1, 62, 63, 126, 5000] if ON_GPU else [0, 62])
 @pytest.mark.parametrize("heads", [(2, 2, 64), (4, 1, 24), (4, 2, 128), (2, 1, 136)], ids=str)
 def test_attention_of_a_prompt(heads, start_pos, kv_fp8):
-    """Blocks of 64 keys, or of 32 of the longest heads: at 62 and at 126, the first token sees all
-    but the last key of a block."""
+    """Blocks of 64 keys, or of 32 of the longest heads: at 62, the first token sees all but the last
+    key of a block."""
     for T in (65, 127, 512, 513, 640, 700, 2048) if ON_GPU else (65, 127):
         check_attention(heads, T, start_pos, kv_fp8)
 
@@ -2100,7 +2100,7 @@ def check_experts(arguments: tuple, dtype: torch.dtype, form) -> None:
     assert max(errors) < limit, (errors, form)
 
 
-@pytest.mark.parametrize("T", [1, 2, 5, 17, 40])
+@pytest.mark.parametrize("T", [1, 5, 17])
 @pytest.mark.parametrize("dtype, form", [
     (torch.float32, None), (torch.float16, None), (torch.bfloat16, None), (torch.float16, E4M3),
     (torch.float16, E5M2), (torch.float16, INT4), (torch.float32, INT4),
