@@ -3914,17 +3914,6 @@ def test_families_equal_transformers(tmp_path, family, fp8, backend, monkeypatch
         assert (behind < 1e-4 * logits.std(1)).all(), behind
 
 
-def test_biases_of_routers(copy, cli):
-    """They are refused unless they are zeros."""
-    theirs = hugging_face_model(350, **FAMILIES["qwen 3 moe"])
-    theirs.save_pretrained(copy)
-    gate = "model.layers.1.mlp.gate"
-    spoil_tensors(lambda t: t.update({f"{gate}.bias": torch.zeros(6)}))(copy)
-    assert_equals_transformers(copy, theirs)
-    spoil_tensors(lambda t: t.update({f"{gate}.bias": torch.ones(6)}))(copy)
-    assert_refused(cli("-m", copy, "-p", "a"), f"{gate}.weight has a bias")
-
-
 def to_bin(folder: Path) -> None:
     """With gaps in the strides, a tensor turned and one that is a parameter, all of which
     torch.save keeps."""
@@ -4237,7 +4226,8 @@ def test_biases_of_a_config(tmp_path, cli, family):
 @pytest.mark.parametrize("family, place", [
     ("gqa", "self_attn.q_proj"), ("gqa", "mlp.down_proj"), ("qwen 2.5", "self_attn.o_proj"),
     ("mistral nemo", "self_attn.v_proj"), ("mistral nemo", "mlp.gate_proj"), ("qwen 3", "mlp.up_proj"),
-    ("qwen 3 moe", "mlp.experts.5.up_proj"), ("mixtral", "block_sparse_moe.experts.0.w2"),
+    ("qwen 3 moe", "mlp.experts.5.up_proj"), ("qwen 3 moe", "mlp.gate"),
+    ("mixtral", "block_sparse_moe.experts.0.w2"),
 ])  # fmt: skip
 def test_biases_that_a_family_does_not_have(copy, cli, family, place):
     """They are refused unless they are zeros, whatever the flags say."""
@@ -4250,21 +4240,6 @@ def test_biases_that_a_family_does_not_have(copy, cli, family, place):
     assert_equals_transformers(copy, theirs)
     set_one(f"{name}.bias", 1e-3)(copy)
     assert_refused(cli("-m", copy, "-p", "a"), f"{name}.weight has a bias, and should have none")
-
-
-@pytest.mark.parametrize("fields, asked, size", [
-    (dict(), None, 256), (dict(), 0, 256), (dict(), 1, 1), (dict(), 300, 300),
-    (dict(max_position_embeddings=8192), None, 4096), (dict(max_position_embeddings=8192), 0, 8192),
-    (dict(model_type="mistral", max_position_embeddings=8192), None, 4096),
-    (dict(model_type="mistral", sliding_window=None), 5000, 5000),
-    (dict(model_type="mistral", sliding_window=99), 99, 99),
-])  # fmt: skip
-def test_sizes_of_the_context(copy, fields, asked, size):
-    """None: the model's own, but at most 4096; 0: the model's own, however large."""
-    edit(copy / "config.json", **fields)
-    assert load(copy, device="cpu", ctx_size=asked).ctx_size == size
-    with pytest.raises(ValueError, match="ctx_size is -1"):
-        load(copy, device="cpu", ctx_size=-1)
 
 
 def test_config_without_a_family_is_of_llama(copy):
