@@ -2920,7 +2920,7 @@ def test_a_chat_in_any_order(tiny, tiny_model, tmp_path, monkeypatch, capsys):
     session = Session(tiny, dtype="fp32", device="cpu", chat_template="llama2")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     (notes, saved), seen = (tmp_path / "notes", tmp_path / "saved"), []
-    notes.write_bytes(b"a\r\nnote\r\n")
+    notes.write_bytes(b"a\rnote\r\n")
     commands = ["hello", "good \\day", "/regen", "/clear", "/system Be kind.", "/system"]
     commands += [f"/read {notes}", f"/save {saved}", f"/load {saved}", "/set seed 3", "/set temp 0"]
     answer = session.chat
@@ -3019,14 +3019,11 @@ def test_what_fits_into_the_context(tiny):
     assert answer["content"].strip() == "good day"
 
 
-def test_chat_answers_each_line(cli, tiny):
-    code, out, err = chat(cli, tiny, "hello", "", "/help", "/regne now", "again")
-    assert code == 0 and len(out.splitlines()) >= 2 and "generated 12 tokens" in err
-    assert "no command /regne; /help lists them" in err and "/clear        forget" in err
-    assert "this model has no chat template; sending plain text" in err
-    turns = chat_objects(cli, tiny, "/usr/bin/python says", "one \\", "two", "/bye", "no")
+def test_lines_of_a_chat(cli, tiny):
+    turns = chat_objects(cli, tiny, "/usr/bin/python says", "", "one \\", "two", "/bye", "no")
     assert [turn["prompt"] for turn in turns] == ["/usr/bin/python says", "one \ntwo"]
     assert chat_objects(cli, tiny, "one\\")[0]["prompt"] == "one", "the input ended"
+    assert "generated 12 tokens" in chat(cli, tiny, "hello", "again")[2]
     assert "0 tokens" not in chat(cli, tiny)[2], "nothing was evaluated"
 
 
@@ -3042,27 +3039,40 @@ def test_chat_single_turn(cli, tiny, tmp_path):
         assert turn["prompt"] == "hello\nyou"
 
 
-def test_notes_of_a_chat(cli, tiny, tmp_path):
-    once = chat(cli, tiny, "hello")[1]
-    code, out, err = chat(cli, tiny, "hello", "/clear", "hello", "/system")
-    assert out == once * 2 and "conversation cleared" in err and "without a system prompt" in err
-    code, kind, err = chat(cli, tiny, "/system Be kind.", "hello")
-    assert kind == chat(cli, tiny, "hello", flags=["--system", "Be kind."])[1] != once
-    assert "with this system prompt" in err
-    (tmp_path / "notes").write_bytes(b"good\r\nday,\rcrow!\n")
-    lines = ["/regen", f"/read {tmp_path / 'notes'}", "fox " * 2000, "hello", "/regen"]
-    _, out, err = chat(cli, tiny, *lines, flags=["-o", "jsonl"])
-    error, long, first, second = objects(out)
-    assert error["error"] == "there is no answer yet" and "always the same" in err
-    assert "15 characters, goes before your next message" in err
-    assert "context holds" in long["error"]
-    assert first["prompt"] == second["prompt"] == "good\nday,\ncrow!\n\nhello"
-    assert first["text"] == second["text"] and second["evaluated_tokens"] == 0
-    lines = ["hello", "/clear", "/system x", "hello", *["tell me a tale"] * 12]
-    noted = chat(cli, tiny, *lines, flags=["-c", 64])[2]
+def test_what_a_chat_says(cli, tiny, tmp_path):
+    """Of a line after an answer; test_a_chat_in_any_order knows what the line does."""
+    notes, saved = tmp_path / "notes", tmp_path / "saved"
+    notes.write_bytes(b"good\r\nday,\rcrow!\n")
+    saved.write_text(json.dumps(conversation("hello", "good day")))
+    said = {
+        "/HELP": "/clear        forget",
+        "/?": "/clear        forget",
+        "/regne now": "no command /regne; /help lists them",
+        "/clear": "conversation cleared",
+        "/system Be kind.": "with this system prompt",
+        "/system": "without a system prompt",
+        "/regen": "always the same",
+        f"/read {notes}": "15 characters, goes before your next message",
+        "/set temp 5": "temp 5.0, top_k 40",
+        f"/load {saved}": f"{saved}: 1 turns",
+        f"/save {tmp_path / 'new'}": f"saved to {tmp_path / 'new'}",
+    }
+    _, answer, alone = chat(cli, tiny, "hello")
+    assert "this model has no chat template; sending plain text" in alone
+    assert alone.count("note: cut after 6 tokens (see -n)") == 1
+    for line, text in said.items():
+        assert text in chat(cli, tiny, "hello", line)[2] and text not in alone, line
+    kind = chat(cli, tiny, "/system Be kind.", "hello")[1]
+    assert kind == chat(cli, tiny, "hello", flags=["--system", "Be kind."])[1] != answer
+    stats = chat(cli, tiny, "/stats", "hello", "/stats", "more")[2]
+    assert stats.count(" tokens/s; prompt:") == 1, "shown until /stats is said again"
+    first, again = chat_objects(cli, tiny, "hello", "/regen")
+    assert again["evaluated_tokens"] == 0 < first["evaluated_tokens"]
+    assert chat_objects(cli, tiny, "/regen")[0]["error"] == "there is no answer yet"
+    lines = ["tell me a tale"] * 12
     dropped = "context of 64 tokens is full: dropped the oldest part of the conversation, [1-9] of "
-    assert re.search(dropped, noted)
-    assert chat(cli, tiny, *lines, flags=["--quiet", "-c", 64])[2] == "", "--quiet"
+    assert re.search(dropped, chat(cli, tiny, *lines, flags=["-c", 64])[2])
+    assert chat(cli, tiny, *lines, "/clear", flags=["--quiet", "-c", 64])[2] == "", "--quiet"
 
 
 def test_chat_errors_end_only_their_turn(cli, tiny, tmp_path):
@@ -3110,17 +3120,6 @@ def test_chat_evaluates_only_what_is_new(cli, tiny, template):
     first, both = (int(err.split("prompt    ")[1].split()[0]) for err in (one, two))
     assert both - first < first + 6 + 8, "the second turn evaluated the first again"
     assert f"template: {template} (given)" in one
-
-
-def test_chat_settings_stats_and_files(cli, tiny, tmp_path):
-    (hot,) = chat_objects(cli, tiny, "hello", flags=["--temp", 5, "-s", 3])
-    file = tmp_path / "talk"
-    lines = ["/HELP", "/?", "/set temp 5", "/set seed 3", "/stats", "hello", f"/save {file}"]
-    _, out, err = chat(cli, tiny, *lines, "/stats", "more", f"/load {file}", flags=["-o", "jsonl"])
-    assert objects(out)[0]["text"] == hot["text"] and f"{file}: 1 turns" in err
-    assert "temp 5.0, top_k 40" in err and err.count("/clear  ") == 2
-    assert err.count("note: cut after 6 tokens (see -n)") == 2
-    assert err.count(" tokens/s; prompt:") == 1, "shown until /stats is said again"
 
 
 # ---- chat.py: a person at a terminal
