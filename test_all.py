@@ -1328,15 +1328,11 @@ def test_attention_does_not_depend_on_launch_sizes(heads, sizes, monkeypatch):
         check_attention(heads, T, before, runs=2)
 
 
-# for launches
+FEW_ROWS = [(1, 64, 4, 1, 64), (4, 32, 2, 1, 128), (64, 64, 4, 1, 0)]
 
 
-SIZES = [(1, 64, 4, 1, 64), (4, 32, 2, 1, 128), (64, 64, 4, 1, 0)][: 3 if ON_GPU else 1]
-HEADS = [(2, 1, 24), (3, 1, 64), (14, 2, 64), (2, 2, 128), (4, 1, 64)][: 5 if ON_GPU else 3]
-
-
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("sizes", FEW_ROWS if ON_GPU else FEW_ROWS[:1], ids=str)
+@pytest.mark.parametrize("heads", [(2, 1, 24), (3, 1, 64), (14, 2, 64), (2, 2, 128)], ids=str)
 @pytest.mark.parametrize("kv_fp8", [False, True])
 def test_attention_of_few_rows(kv_fp8, heads, sizes, monkeypatch):
     """hopper.py's kernel on a GPU, in the interpreter those that do the same."""
@@ -2120,25 +2116,23 @@ def test_experts_equal_their_reference(dtype, form, T, guarded):
     guarded()
 
 
-def test_grouped_products_do_not_depend_on_launch_sizes(monkeypatch):
-    for sizes in ((16, 32, 16, 4, 1), (32, 64, 128, 2, 3), (128, 16, 32, 4, 2)):
-        monkeypatch.setattr(
-            kernels, "grouped_sizes", lambda *_, sizes=sizes: launch.GroupedSizes(*sizes)
-        )
-        arguments = expert_arguments(40, 5, 2, 72, 88, torch.float16)
-        check_experts(arguments, torch.float16, None)
+@pytest.mark.parametrize(
+    "sizes", [(16, 32, 16, 4, 1), (32, 64, 128, 2, 3), (128, 16, 32, 4, 2)], ids=str
+)
+def test_grouped_products_do_not_depend_on_launch_sizes(sizes, monkeypatch):
+    monkeypatch.setattr(kernels, "grouped_sizes", lambda *_: launch.GroupedSizes(*sizes))
+    check_experts(expert_arguments(40, 5, 2, 72, 88, torch.float16), torch.float16, None)
 
 
+@needs_gpu
 @pytest.mark.parametrize("form", [E4M3, INT4], ids=lambda form: form.name)
 def test_8_bit_tensor_cores_multiply_a_prompt_with_experts(form):
-    """Activations, and the weights of INT4, are rounded to E4M3: see the test of dense products.
-    Where tensor cores do not multiply it, the error is that of halves."""
+    """Activations, and the weights of INT4, are rounded to E4M3: see the test of dense products."""
+    if E4M3.on(DEVICE) is not E4M3_NATIVE:
+        pytest.skip("this GPU has none")
     arguments = expert_arguments(80, 7, 3, 256, 320, torch.float16, form)
     errors = experts_errors(arguments, torch.float16, "auto")
-    if E4M3.on(DEVICE) is E4M3_NATIVE:
-        assert all(2.0**-14 < error < 2.0**-8 for error in errors), errors
-    else:
-        assert max(errors) < 1e-4, errors
+    assert all(2.0**-14 < error < 2.0**-8 for error in errors), errors
 
 
 def test_many_slots_are_sorted():
@@ -2211,30 +2205,22 @@ def test_experts_that_tie_or_are_not_finite(ops, T):
         (1, 1, 1, 1, 1): (0, 1, 2),
         (0, 2, 1, 2, 2): (1, 3, 4),
         (0, 2, 1, 2, 1): (1, 3, 2),
-        (-1, NAN, -2, NAN, -3): (0, 2, 4),
-        (NAN, NAN, NAN, 5, NAN): (3, 0, 1),
         (NAN,) * 5: (0, 1, 2),
     }
-    for logits, expected in cases.items():
+    if T == 1:  # 0 * NaN would be NaN for the other tokens, too
+        cases[(-1, NAN, -2, NAN, -3)] = (0, 2, 4)
+        cases[(NAN, NAN, NAN, 5, NAN)] = (3, 0, 1)
+    for (logits, expected), norm_topk in itertools.product(cases.items(), (True, False)):
         rows = torch.randn(T, 5)
-        # 0 * NaN would be NaN for the other tokens, too
-        rows = rows if T == 1 or NAN not in logits else rows * NAN
         rows[T // 2] = torch.tensor(logits)
-        for norm_topk in (True, False):
-            routes = routes_of(rows, 3, ops, norm_topk)
-            if T > 1 and any(map(math.isnan, logits)):
-                expected = tuple(range(3))  # all are NaN
-            assert tuple(routes.ids[T // 2].tolist()) == expected
-            weights = routes.weights[T // 2]
-            if all(map(math.isnan, logits)) or T > 1 and any(map(math.isnan, logits)):
-                assert weights.isnan().all()
-                continue
-            assert weights.isfinite().all() and (weights >= 0).all()
-            if norm_topk:
-                assert abs(weights.sum() - 1) < 1e-5
-            else:
-                shares = torch.tensor(logits).nan_to_num(-INF).float().softmax(0)
-                assert torch.allclose(weights.cpu(), shares[list(expected)], rtol=1e-3)
+        if all(map(math.isnan, logits)):
+            rows *= NAN
+        routes = routes_of(rows, 3, ops, norm_topk)
+        assert tuple(routes.ids[T // 2].tolist()) == expected
+        shares = rows[T // 2].nan_to_num(-INF).softmax(0)[list(expected)]
+        if norm_topk:
+            shares /= shares.sum()
+        assert routes.weights[T // 2].cpu().allclose(shares, rtol=1e-3, equal_nan=True), logits
 
 
 # ---- run.py: the command line
