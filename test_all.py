@@ -272,16 +272,14 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e
 
 
 def assert_equals_transformers(folder: Path, theirs):
-    """-> our model of a folder, in fp32 on the CPU, whose logits are those of transformers'
-    model."""
+    """Returns our model of a folder, in fp32 on the CPU."""
     ours, ids = load(folder, dtype="fp32", device="cpu"), torch.randint(250, (100,)).tolist()
     assert_close(logits_of(ours, ids), oracle(theirs, ids))
     return ours
 
 
 def assert_refused(result: tuple[int, str, str], *said: str, code: int = 1) -> None:
-    """A run (exit code, stdout, stderr) that ended with nothing but an error of one line, which
-    says this."""
+    """A run (exit code, stdout, stderr) ended with nothing but an error of one line."""
     seen, out, err = result
     assert seen == code and out == "" and err.startswith("error: ") and err.count("\n") == 1, result
     assert all(text in err for text in said), err
@@ -832,8 +830,7 @@ def test_fused_model_is_the_reference_model(tiny, dtype, limit):
 
 @pytest.mark.parametrize("how", ["generate", "single steps", "chunks"])
 def test_no_step_sees_an_old_position(tiny, how):
-    """After thousands of steps on a GPU, keys and values equal those of torch ops, which do not
-    overlap."""
+    """Keys and values after thousands of steps equal those of torch's ops, which do not overlap."""
     steps = 3000 if ON_GPU else 4
     sizes = [1] * steps
     if how == "chunks":
@@ -859,8 +856,7 @@ def test_no_step_sees_an_old_position(tiny, how):
 @BACKENDS
 @pytest.mark.parametrize("kv_fp8", [False, True])
 def test_weights_not_finite(copy, kv_fp8, backend):
-    """E4M3 has no infinity, and its NaN decodes to 480; torch takes a row of NaN scores for a
-    masked one."""
+    """E4M3 has no infinity; torch takes a row of NaN scores for a masked one."""
     sound = load_file(copy / "model.safetensors")
     options = dict(dtype="fp32", device=DEVICE.type, ctx_size=16, backend=backend, kv_fp8=kv_fp8)
     # the last is the output matrix
@@ -1010,8 +1006,7 @@ def test_nothing_is_collected_during_a_capture(monkeypatch):
 
 @pytest.mark.parametrize("top_k, other_top_k", [(5, 3), (40, 30)], ids=["listed", "sorted"])
 def test_other_sampling_needs_no_other_graph(top_k, other_top_k, tiny, monkeypatch):
-    """A graph is replayed as CUDA does it: with the arguments of the capture, but numbers are read
-    anew."""
+    """A graph is replayed with the arguments of the capture, of which numbers are read anew."""
     recorded, captures = [], []
 
     def recording(function):
@@ -1065,8 +1060,7 @@ GUARD, MARGIN = 77.0, 64
 
 @pytest.fixture
 def guarded(monkeypatch):
-    """Outputs are filled with NaN before the op, between guard values. -> a check that the guards
-    are intact."""
+    """Outputs are filled with NaN, between guard values. Returns a check that these are intact."""
     buffers, original = [], torch.Tensor.new_empty  # the interpreter calls it too, with a device
 
     def new_empty(self, *shape, **options) -> torch.Tensor:
@@ -1304,8 +1298,7 @@ def test_products_do_not_depend_on_launch_sizes(T, sizes, monkeypatch):
 def check_attention(
     heads: tuple, T: int, before: int, kv_fp8=False, runs=1, dtype=torch.float16
 ) -> None:
-    """It equals its reference, whatever comes after the T tokens; and again with what that left in
-    scratch."""
+    """It equals its reference, whatever comes after the T tokens or was left in scratch."""
     q, layer, state = op_arguments("attention", dtype, heads, T, before)[0]
     if kv_fp8:
         state.k = (None, E4M3.round(state.k[1]))
@@ -1347,8 +1340,7 @@ def test_attention_of_few_rows(kv_fp8, heads, sizes, monkeypatch):
 @pytest.mark.parametrize("start_pos", [0, 1, 62, 63, 126, 5000] if ON_GPU else [0, 62])
 @pytest.mark.parametrize("heads", [(2, 2, 64), (4, 1, 24), (4, 2, 128), (2, 1, 136)], ids=str)
 def test_attention_of_a_prompt(heads, start_pos, kv_fp8):
-    """Blocks of 64 keys, or of 32 of the longest heads: at 62, the first token sees all but the last
-    key of a block."""
+    """Of blocks of 64 or 32 keys: at 62, the first token sees all but the last key of a block."""
     for T in (65, 127, 512, 513, 640, 700, 2048) if ON_GPU else (65, 127):
         check_attention(heads, T, start_pos, kv_fp8)
 
@@ -1447,8 +1439,7 @@ def test_prompts_need_few_onednn_kernels(format, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 def test_half_sums_saturate_and_do_not_hide_nan():
-    """Attention scores far beyond 65504, and results beyond it of a bias, RoPE and SwiGLU, stay
-    finite."""
+    """Scores beyond 65504, and such results of a bias, RoPE and SwiGLU, stay finite."""
     H, D, T = 2, 32, 70
     full = functools.partial(torch.full, dtype=torch.float16, device=DEVICE)
     q, k, v = full((T, H, D), 200.0), full((H, 128, D), 100.0), full((H, 128, D), 100.0)
@@ -1686,8 +1677,7 @@ def _own_values(tile, SCALES: tl.constexpr):
 
 
 class OwnFormat(formats.Format):
-    """Integers with a half as scale for each 32 columns: all that has to be written to add such a
-    format."""
+    """Integers with a half as scale for each 32 columns: all that such a format takes."""
 
     def shapes(self, N, K):
         return {"codes": (torch.int8, (N, K)), "scale": (torch.float16, (N, K // 32))}
@@ -1780,8 +1770,7 @@ EVERY_HALF = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.float1
 
 @pytest.mark.parametrize("form", FLOATS_8)
 def test_8_bit_codes_decode_and_encode(form):
-    """As torch converts them; numbers beyond the largest become the largest, and codes of NaN are
-    never written."""
+    """As torch converts them; what is beyond the largest is the largest, and NaN is refused."""
     format, values = FORMATS[form], EVERY_CODE.view(FORMATS[form].dtype).float()
     finite = torch.isfinite(values)
     assert format.floats(EVERY_CODE)[finite].equal(values[finite])
@@ -1832,8 +1821,7 @@ def test_encode_and_check_refuse_what_is_not_finite(form):
 
 @pytest.mark.parametrize("peak", [1, 30, 36, 40, 150])
 def test_products_in_half_precision_with_large_norms(peak):
-    """On a GPU, eight products are summed in half precision: all energy in eight neighbours is the
-    worst case."""
+    """Eight products are summed in halves: all energy in eight neighbours is the worst case."""
     for K, spread in itertools.product((256, 4096, 8192), (1, 8, 256)):
         norm, x = torch.full((K,), float(peak)).half().to(DEVICE), torch.zeros(1, K)
         x[0, :spread] = 100.0
@@ -1848,8 +1836,7 @@ def test_products_in_half_precision_with_large_norms(peak):
 
 
 def test_kernels_encode_as_torch_does():
-    """All finite fp16 numbers, numbers between the codes and far beyond them, infinities and
-    NaN."""
+    """All finite halves, numbers between the codes and far beyond them, infinities and NaN."""
     halves = EVERY_HALF[torch.isfinite(EVERY_HALF)].float()
     between = torch.rand(1 << 16) * 2.0 ** torch.randint(-14, 12, (1 << 16,))
     beyond = torch.tensor([1e30, -1e30, torch.inf, -torch.inf, torch.nan])
@@ -1899,8 +1886,7 @@ def test_ops_on_an_8_bit_cache(dtype, heads, T):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("form", FLOATS_8)
 def test_8_bit_tensor_cores_multiply_a_prompt(form, dtype, accumulate):
-    """Activations in E4M3 have an error of at most 2^-4: a third of its square, halved since most
-    err less."""
+    """Activations in E4M3 err by at most 2^-4: a third of its square, halved as most err less."""
     x, w = randn(80, 256, dtype=dtype), Matrix(randn(512, 256, dtype=torch.float16, scale=1 / 16))
     (w,) = encoded([w], FORMATS[form])
     if not kernels.on_tensor_cores(w):
@@ -1979,8 +1965,7 @@ def test_all_4_bit_codes_scales_and_zero_points():
     ("normal", 5.5e-3), ("uniform", 3.5e-3), ("far from zero", 1e-3), ("close together", 4e-4),
 ])  # fmt: skip
 def test_4_bits_lose_little(spread, bound):
-    """As little as Q4_K with a search for the scale, for a normal matrix 5.2e-3 of its mean
-    square."""
+    """As little as Q4_K with a search for the scale: of a normal matrix 5.2e-3 of its square."""
     w = torch.rand(64, 1024) - 0.5 if spread == "uniform" else torch.randn(64, 1024)
     w = {"far from zero": w + 3, "close together": 1 + 0.01 * w}.get(spread, w)
     w = w * torch.logspace(-20, 20, 64)[:, None]
@@ -2102,8 +2087,7 @@ def check_experts(arguments: tuple, dtype: torch.dtype, form) -> None:
     (torch.float16, E5M2), (torch.float16, INT4), (torch.float32, INT4),
 ], ids=lambda value: getattr(value, "name", str(value)))  # fmt: skip
 def test_experts_equal_their_reference(dtype, form, T, guarded):
-    """Among them an expert that every token chooses, and one that none does; hidden sizes that
-    tiles do not divide."""
+    """One expert is chosen by every token, and one by none; tiles do not divide hidden sizes."""
     shapes = [(7, 3, 96, 64), (5, 2, 256, 320)]
     shapes += [(4, 3, 64, 1024)] if form is INT4 and T == 1 else []  # blocks of several experts
     shapes += [(6, 1, 40, 52)] if form is None else []
@@ -2186,8 +2170,7 @@ def test_exchange_of_experts():
 
 
 def routes_of(logits: torch.Tensor, k: int, ops=kernels.fused, norm_topk=True):
-    """What a router picks whose logits, for T tokens, are these up to a factor: the token that has
-    a 1 in its place, by a router whose columns are the logits."""
+    """What a router picks whose logits, for T tokens, are these up to a factor."""
     T, E = logits.shape
     layer = SimpleNamespace(
         ffn_norm=torch.ones(T, device=DEVICE),
@@ -2247,8 +2230,7 @@ def test_stdout_has_only_the_text(cli, tiny):
 
 
 def test_what_is_said_of_a_run(tiny_session, tiny, monkeypatch):
-    """Its numbers, which others compare. Two layers of 33,920 weights, a norm, and two matrices of
-    64 columns for each token."""
+    """Its numbers, which others compare. A layer has 33,920 weights, a token 64 in two matrices."""
     tokens = tiny_session.model.config.vocab_size
     assert tiny_session.model.checkpoint.elements == 2 * 33_920 + 64 + 2 * 64 * tokens
     args = run.parse_args(["-m", str(tiny), "-s", "7", "-p", ""])
@@ -2405,8 +2387,7 @@ def test_jsonl_says_why_a_text_ended(cli, tiny):
 
 
 def test_what_ends_a_text(cli, copy):
-    """An eos that the tokenizer does not flag as special has a text, but it is neither shown nor
-    remembered."""
+    """An eos that the tokenizer does not flag as special has a text, which is not shown."""
     tokenizer = Tokenizer(copy)
     ids = greedy(load(copy, device="cpu"), tokenizer.encode("Once"), 12)
     end = max(set(ids), key=ids.index)  # the last to appear for the first time
@@ -2420,8 +2401,7 @@ def test_what_ends_a_text(cli, copy):
 
 
 def test_prompt_asked_again(tiny_model, monkeypatch):
-    """Its text is the same: its logits are kept, since the last token would be rounded otherwise if
-    it were evaluated by itself."""
+    """Its logits are kept: evaluated by itself, the last token would be rounded otherwise."""
     state, prompt = State(tiny_model), [1, 5, 9, 7]
     texts = [list(generate(tiny_model, prompt, state, n=n, eos=[])) for n in (6, 3)]
     assert texts[1] == texts[0][:3]
@@ -2684,8 +2664,7 @@ def test_lost_streams(tiny, tmp_path):
 @pytest.mark.parametrize("call", [0, 1, 4])
 @pytest.mark.parametrize("flags", ["-p Once", "--chat -p Once", "--chat", "-st"])
 def test_ctrl_c_exits_130_after_what_it_has(cli, tiny, monkeypatch, flags, call):
-    """While the prompt is evaluated, or after one or four tokens, in a process whose input is no
-    terminal."""
+    """While the prompt is evaluated, or after one or four tokens; the input is no terminal."""
     flags = ("-m", tiny, *flags.split(), "-n", 8, *GREEDY, "-o", "jsonl")
     (whole,) = objects(cli(*flags, stdin=b"Once\n")[1])
     calls, step = itertools.count(), Llama.step
@@ -3112,8 +3091,7 @@ def test_chat_evaluates_only_what_is_new(cli, tiny, template):
 
 
 def test_printer_does_not_cut_words(capsys, monkeypatch):
-    """However a text is cut into pieces, and whatever the printer wrote before; control characters
-    do not reach the terminal."""
+    """However a text is cut into pieces, and whatever came before; nor shows control characters."""
 
     def shown(printer: Printer, pieces, cut: bool = False) -> str:
         printer.at_terminal = True
@@ -3187,8 +3165,7 @@ class Person:
         return self.sees(seen, lambda: os.kill(self.pid, signal.SIGWINCH))
 
     def sees(self, pattern: str, wake=lambda: None) -> str:
-        """What the program shows up to a match of the pattern. wake is called while it shows
-        nothing."""
+        """What is shown up to a match of the pattern. wake is called while there is nothing."""
         deadline = time.monotonic() + PATIENCE
         while not (match := re.search(pattern, self.unread)):
             if select.select([self.terminal], [], [], 1)[0]:
@@ -3900,8 +3877,7 @@ def test_families_equal_transformers(tmp_path, family, fp8, backend, monkeypatch
 
 
 def to_bin(folder: Path) -> None:
-    """With gaps in the strides, a tensor turned and one that is a parameter, all of which
-    torch.save keeps."""
+    """With gaps in the strides, a tensor turned and a parameter, all of which torch.save keeps."""
     tensors = load_file(folder / "model.safetensors")
     tensors = {name: torch.stack((t, t), -1)[..., 1] for name, t in tensors.items()}
     tensors[DOWN] = tensors[DOWN].t().contiguous().t()
@@ -3931,8 +3907,7 @@ META_NAMES = {  # how Meta calls what is named so in Hugging Face's layout, and 
 
 
 def to_meta(folder: Path, shards: int) -> None:
-    """Meta's own layout, written from its description: interleaved q and k, tensors split by column
-    or by row."""
+    """By Meta's description: interleaved q and k, tensors split by column or by row."""
     config = read_config(folder)
     half = config.head_dim // 2
     parts: list[dict] = [{} for _ in range(shards)]
@@ -3978,8 +3953,7 @@ def other_weights(folder: Path) -> None:
 
 
 def twice(folder: Path) -> None:
-    """A tensor in both shards, with other values in the one that the index does not name; names
-    that begin with "./"."""
+    """A tensor is also in the shard that the index does not name; names begin with "./"."""
     to_shards(folder, "safetensors")
     first, second = sorted(folder.glob("model-*.safetensors"))
     (name, tensor), *_ = load_file(first).items()
@@ -4254,8 +4228,7 @@ HASH = "a" * 40
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """The few responses of the Hugging Face hub that a download needs. files: those of the
-    repository someone/tiny."""
+    """What a download asks of the Hugging Face hub. files: those of someone/tiny."""
 
     files: dict[str, bytes]
     asked: list[str]
@@ -4321,8 +4294,7 @@ def hub(tiny, tmp_path, monkeypatch):
 
 
 def set_hub(monkeypatch, endpoint: str, cache: Path, offline: bool = False) -> None:
-    """Other settings for this process, where the library has read its environment already, and for
-    those it starts."""
+    """For this process, where the library has read its environment, and for those it starts."""
     values = dict(
         HF_ENDPOINT=endpoint, HF_HUB_CACHE=cache, HF_HUB_OFFLINE=int(offline), NO_PROXY="127.0.0.1"
     )
