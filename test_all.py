@@ -247,9 +247,9 @@ def oracle(model, ids: list[int]) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def logits_of(model, ids, *sizes: int, cache: State | None = None) -> torch.Tensor:
+def logits_of(model, ids, *sizes: int) -> torch.Tensor:
     """Of all tokens, evaluated so many at a time; all at once if no sizes are given."""
-    state = State(model) if cache is None else cache
+    state = State(model)
     ids = torch.as_tensor(ids, device=model.device)
     return torch.cat([model.forward(part, state).cpu() for part in ids.split(sizes or len(ids))])
 
@@ -1107,12 +1107,12 @@ def changed(fields: SimpleNamespace, **changes) -> SimpleNamespace:
     return SimpleNamespace(**vars(fields) | changes)
 
 
-def as_fp32(arguments, decode: bool = True):
+def as_fp32(arguments):
     """An op's arguments in fp32; matrices decoded."""
 
     def change(value):
         if isinstance(value, Matrix):
-            return dense(value) if decode else value
+            return dense(value)
         return value.float() if torch.is_tensor(value) and value.is_floating_point() else value
 
     return mapped(arguments, change)
@@ -2372,10 +2372,8 @@ def test_jsonl_says_why_a_text_ended(cli, tiny):
     assert whole["prompt_tokens"] == whole["evaluated_tokens"] == length
     assert whole["tokens_per_s"] == 11 / whole["generation_seconds"]
     assert whole["text"] + "\n" == cli(*flags, "-n", 12, "-o", "text", "--no-display-prompt")[1]
-    stop = whole["text"][4:7]
-    stopped = text_of("-n", 12, "--stop", stop, "--stop", "\0")
-    assert stopped["ended_by"] == "stop"
-    assert stopped["text"] == whole["text"][: whole["text"].find(stop)]
+    stops = ("--stop", whole["text"][4:7], "--stop", "\0")
+    assert text_of("-n", 12, *stops)["ended_by"] == "stop"
     full = text_of("-n", -2, "-c", 16)
     assert full["ended_by"] == "context" and full["prompt_tokens"] + full["new_tokens"] == 16
     none = text_of("-n", 0)
