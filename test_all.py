@@ -503,10 +503,10 @@ def launch_ops(names, dtype, T: int, heads=(8, 8, 128), format=None, ops=kernels
 def launch_attention(dtype: torch.dtype) -> None:
     """With one token, a few and a prompt; also of a cache in 8 bits."""
     attend = partial(launch_ops, ["attention"], dtype)
-    for T in (1, 3, 512):
-        attend(T)
+    for T, heads in ((1, (8, 8, 128)), (3, (16, 2, 128)), (512, (8, 8, 128))):
+        attend(T, heads)
     if dtype == torch.float16:
-        for T, heads in ((96, (8, 8, 128)), (3, (16, 2, 128)), (1, (4, 2, 256)), (96, (4, 2, 256))):
+        for T, heads in ((96, (8, 8, 128)), (1, (4, 2, 256)), (96, (4, 2, 256))):
             attend(T, heads)
         attend(96, ops=kernels.ops("triton", "fp16"))
     k, v = (torch.zeros(8, 500, 64, dtype=torch.int8) for _ in range(2))
@@ -632,11 +632,11 @@ def compile_kernels(arch: int) -> None:
         return
     launch_products(torch.float16)
     launch_sampling()
-    launch_training(torch.float16)
+    launch_training(torch.float16, every_shape=arch == 80)
     if arch == 80:
         launch_formats()
         launch_products(torch.bfloat16)
-        launch_training(torch.bfloat16)
+        launch_training(torch.bfloat16, every_shape=True)
     if arch in (80, 90):
         launch_attention(torch.bfloat16)
     modules = (kernels, attention, experts, sampling, parallel, training)
@@ -737,38 +737,6 @@ def test_calls_on_one_state(tiny_model, where, monkeypatch):
                 assert ours[:, :evaluated].allclose(theirs[:, :evaluated], atol=1e-3)
 
     check()
-
-
-@pytest.mark.parametrize("name, wrong", [
-    ("format", "e9"), ("format", True), ("dtype", "fp64"), ("accumulate", "x"), ("backend", "cuda"),
-    ("ctx_size", -1),
-])  # fmt: skip
-def test_wrong_arguments_are_named(tiny, tmp_path, name, wrong):
-    calls = [lambda: load(tiny, device="cpu", **{name: wrong})]
-    if name in ("format", "dtype"):
-        calls.append(lambda: save(tiny, tmp_path / "new", device="cpu", **{name: wrong}))
-    for call in calls:
-        with pytest.raises(ValueError, match=f"{name} is {wrong!r}; it must be"):
-            call()
-    assert not [*tmp_path.iterdir()]
-
-
-def test_wrong_prompts_are_named(tiny, tiny_model):
-    V = tiny_model.config.vocab_size
-    forward = lambda ids: tiny_model.forward(ids, State(tiny_model))
-    no_list = "a prompt is a list of ids: tokenizer.encode"
-    wrong = [([1, id, 5], f"the id {id}; the model's are 0 .. {V - 1}") for id in (-1, V, 1 << 40)]
-    wrong += [("text", no_list), (["text", "more"], no_list), ([[1, 5]], no_list), ([], "is empty")]
-    for prompt, said in wrong:
-        for evaluate in (forward, partial(greedy, tiny_model, n=1)):
-            with pytest.raises((TypeError, ValueError), match=said):
-                evaluate(prompt)
-    with pytest.raises(TypeError, match=no_list):
-        greedy(tiny_model, torch.tensor([1, 5]), 1)
-    for talk in ("hi", [{"role": "user"}], []):
-        with pytest.raises(TypeError, match="a conversation is a list of dicts"):
-            Tokenizer(tiny).apply_chat_template(talk)
-    assert len(repr(tiny_model)) < 2000, "it prints weights"
 
 
 def test_an_ignored_eos_is_never_sampled(tiny_model):
@@ -2796,18 +2764,46 @@ def test_an_empty_prompt_begins_with_one_token(bos, eos, first):
     assert Session.encode(SimpleNamespace(tokenizer=tokenizer), "") == first
 
 
-def test_generate_is_refused_at_the_call(tiny_session):
-    before = tiny_session.state.tokens.clone()
-    for prompt, settings, said in (
-        ("a", dict(tmp=0), "no setting 'tmp'; sampling has temp, top_k"),
-        ("a", dict(top_p=2), "top_p is 2; it must be from 0 to 1"),
-        ("a " * 999, dict(), r"the prompt has \d+ tokens; the context holds 256"),
-        ([], dict(), "the prompt is empty"),
-        (None, dict(), "a prompt is a list of ids"),
-    ):
+def test_wrong_calls_say_what_is_wrong(tiny, tiny_session, tmp_path):
+    model, generate = tiny_session.model, tiny_session.generate
+    V, before = model.config.vocab_size, tiny_session.state.tokens.clone()
+    loaded = partial(load, tiny, device="cpu")
+    saved = partial(save, tiny, tmp_path / "new", device="cpu")
+    talk = Tokenizer(tiny).apply_chat_template
+    forward = lambda prompt: model.forward(prompt, State(model))
+    decode = lambda prompt: greedy(model, prompt, 1)
+    no_list = "a prompt is a list of ids: tokenizer.encode"
+    wrong = [
+        (loaded, dict(format="e9"), "format is 'e9'; it must be"),
+        (loaded, dict(format=True), "format is True; it must be"),
+        (loaded, dict(dtype="fp64"), "dtype is 'fp64'; it must be"),
+        (loaded, dict(accumulate="x"), "accumulate is 'x'; it must be"),
+        (loaded, dict(backend="cuda"), "backend is 'cuda'; it must be"),
+        (loaded, dict(ctx_size=-1), "ctx_size is -1; it must be"),
+        (saved, dict(format="e9"), "format is 'e9'; it must be"),
+        (saved, dict(dtype="fp64"), "dtype is 'fp64'; it must be"),
+        (generate, dict(prompt="a", tmep=0), "no setting 'tmep'; sampling has temp, top_k"),
+        (generate, dict(prompt="a", top_p=2), "top_p is 2; it must be from 0 to 1"),
+        (generate, dict(prompt="a " * 999), r"the prompt has \d+ tokens; the context holds 256"),
+        (decode, dict(prompt=torch.tensor([1, 5])), no_list),
+        (decode, dict(prompt="text"), no_list),
+        (forward, dict(prompt="text"), no_list),
+        (talk, dict(messages="hi"), "a conversation is a list of dicts"),
+        (talk, dict(messages=[{"role": "user"}]), "a conversation is a list of dicts"),
+        (talk, dict(messages=[]), "a conversation is a list of dicts"),
+    ]
+    for evaluate in (forward, decode, generate):
+        for id in (-1, V, 1 << 40):
+            said = f"the id {id}; the model's are 0 .. {V - 1}"
+            wrong.append((evaluate, dict(prompt=[1, id, 5]), said))
+        for prompt in (None, ["text", "more"], [[1, 5]]):
+            wrong.append((evaluate, dict(prompt=prompt), no_list))
+        wrong.append((evaluate, dict(prompt=[]), "is empty"))
+    for call, arguments, said in wrong:
         with pytest.raises((TypeError, ValueError), match=said):
-            tiny_session.generate(prompt, **settings)
-    assert torch.equal(tiny_session.state.tokens, before)
+            call(**arguments)
+    assert not [*tmp_path.iterdir()] and torch.equal(tiny_session.state.tokens, before)
+    assert len(repr(model)) < 2000, "it prints weights"
 
 
 @pytest.mark.parametrize("decode", ["on a CPU", "by lookup", "in graphs"])
@@ -3803,8 +3799,6 @@ def test_serve_as_the_openai_package_asks(server):
 def test_session_names_of_dtypes_and_paths(tiny, monkeypatch, tmp_path):
     for name in "float32", torch.float32, "fp32":
         assert Session(tiny, dtype=name, device="cpu").model.dtype == torch.float32
-    with pytest.raises(ValueError, match="dtype is 'float8'"):
-        Session(tiny, dtype="float8", device="cpu")
     monkeypatch.chdir(tmp_path)
     assert Session("models/tales", device="cpu").model.checkpoint.folder == TALES
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fails(AssertionError("the hub")))
@@ -3813,8 +3807,6 @@ def test_session_names_of_dtypes_and_paths(tiny, monkeypatch, tmp_path):
     (tmp_path / "mine").mkdir()
     with pytest.raises(OSError, match="no folder mine/model here"):
         Session("mine/model")
-    with pytest.raises(TypeError, match="there is no setting 'tmep'; sampling has temp, "):
-        Session(tiny, device="cpu").generate("a", tmep=0)
 
 
 def test_stop_strings_with_control_tokens():
