@@ -19,6 +19,7 @@ import io
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import pickle
 import pty
@@ -247,9 +248,9 @@ def oracle(model, ids: list[int]) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def logits_of(model, ids, *sizes: int, cache: State | None = None) -> torch.Tensor:
+def logits_of(model, ids, *sizes: int) -> torch.Tensor:
     """Of all tokens, evaluated so many at a time; all at once if no sizes are given."""
-    state = State(model) if cache is None else cache
+    state = State(model)
     ids = torch.as_tensor(ids, device=model.device)
     return torch.cat([model.forward(part, state).cpu() for part in ids.split(sizes or len(ids))])
 
@@ -272,16 +273,14 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e
 
 
 def assert_equals_transformers(folder: Path, theirs):
-    """-> our model of a folder, in fp32 on the CPU, whose logits are those of transformers'
-    model."""
+    """Returns our model of a folder, in fp32 on the CPU."""
     ours, ids = load(folder, dtype="fp32", device="cpu"), torch.randint(250, (100,)).tolist()
     assert_close(logits_of(ours, ids), oracle(theirs, ids))
     return ours
 
 
 def assert_refused(result: tuple[int, str, str], *said: str, code: int = 1) -> None:
-    """A run (exit code, stdout, stderr) that ended with nothing but an error of one line, which
-    says this."""
+    """A run (exit code, stdout, stderr) ended with nothing but an error of one line."""
     seen, out, err = result
     assert seen == code and out == "" and err.startswith("error: ") and err.count("\n") == 1, result
     assert all(text in err for text in said), err
@@ -469,20 +468,12 @@ def interrupted_at(monkeypatch, ops, call: int) -> None:
 # ---- kernels: compiled for every architecture, with no GPU present; first, since it takes longest
 
 
-# and the kilobytes of shared memory that a program may use
+# and the kilobytes of shared memory that a program may use; 86 runs the code of 80, and has less
 ARCHITECTURES = {80: 99, 89: 99, 90: 227, 120: 99}
 
 
-def without_interpreter(call: str) -> None:
-    """Call a function of this file in a process of its own, where Triton compiles."""
-    flags = {"COMPILES": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", f"import test_all; test_all.{call}"]
-    done = subprocess.run(command, cwd=HERE, env=os.environ | flags, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 def as_if_on(arch: int) -> None:
-    """In such a process, compile as if for a GPU of this architecture."""
+    """In a process where Triton compiles, compile as if for a GPU of this architecture."""
     from triton.runtime import driver
 
     target = launch.triton.backends.compiler.GPUTarget("cuda", arch, 32)
@@ -491,103 +482,128 @@ def as_if_on(arch: int) -> None:
     driver.set_active(SimpleNamespace(**functions))
     ours = (launch, kernels, products, attention, hopper, sampling, fp8, int4, experts)
     for module in (*ours, training, parallel):
-        module.capability, module.processors = lambda device: arch, lambda device: 132
-
-
-def launch_all(dtype: torch.dtype, arch: int) -> None:
-    """Launch the ops with shapes that reach every kernel."""
-    products.few_sizes = lambda *_: launch.FewSizes(16, 8, 4, 8, 1)  # one tile, which compiles fast
+        module.capability, module.processors = lambda device: arch, lambda device: 16
+    one_tile = launch.FewSizes(16, 8, 4, 8, 1)  # which compiles fast
+    products.few_sizes = lambda *key: one_tile if launch.few_sizes(*key) else None
     products.vector_sizes = lambda *_: launch.VectorSizes(2, 512, 2)
-    several = launch.StreamSizes(2, 2048, 3, 3)  # rows, and blocks of a row
-    one_block = launch.StreamSizes(1, 4096, 3, 3)
-    half = dtype == torch.float16  # bf16 is left out where only sizes differ
-    products.stream_sizes = lambda _, bits, op, K: (
-        several if half and op == "rmsnorm_swiglu" else one_block
-    )
-    attention.few_rows_sizes = lambda device: launch.SplitSizes(1, 64, 4, 1, 128)
-    new = lambda *shape, dtype=dtype: torch.zeros(shape, dtype=dtype)
-    one = new(1, dtype=torch.int32)
-    blank = lambda N, K, format: Matrix(format.empty(N, K, DEVICE) if format else new(N, K), format)
+    products.stream_sizes = lambda *_: launch.StreamSizes(1, 2048, 3, 3)
 
-    def run_ops(names, T: int, heads=(8, 8, 128), format=None, ops=kernels.fused, **extra) -> None:
-        for op in names:
-            arguments = op_arguments(op, dtype, heads, T, 300, 500, **extra)[0]
-            getattr(ops, op)(*encoded(arguments, format))
 
-    for T in (1, 100, 3) if half else (1, 100):
-        run_ops(OPS, T)
-    for T in (1, 3):
-        run_ops(PRODUCTS if half else PRODUCTS[1::2], T, format=E4M3)
-        run_ops(["linear_add"], T, format=E5M2)
-    if half:
-        for T in (13, 60):
-            run_ops(["attention", "linear_add"], T)
-            run_ops(["linear_add"], T, format=E4M3)
-        for heads, T in (((8, 1, 64), 3), ((4, 2, 256), 1), ((4, 2, 256), 100), ((2, 2, 256), 1)):
-            run_ops(["attention"], T, heads)
-        run_ops(["attention"], 100, ops=kernels.ops("triton", "fp16"))
-    # elsewhere the formats of files need no other instructions
-    forms = (INT4, OWN, *FILE_FORMATS) if arch in (80, 90) else (INT4, quants.E4M3_128)
-    for T, form in itertools.product((1, 3, 60), forms if half else (INT4,)):
-        kernels.fused.linear_add(new(T, 4096), blank(66, 4096, form), new(T, 66))
-    for T, form in ((1, None), (1, INT4), (3, None))[: 3 if half else 1]:  # a kernel each
-        w = replace(blank(66, 4096, form), bias=new(66))
-        kernels.fused.linear_add(new(T, 4096), w, new(T, 66))
-    layer = SimpleNamespace(ffn_norm=new(4096), w13=blank(66, 4096, INT4))
-    kernels.fused.rmsnorm_swiglu(new(1, 4096), layer, SimpleNamespace(norm_eps=1e-5))
-    codes, scales = new(66, 4096, dtype=torch.int8), new(66, 1, dtype=torch.float32)
-    products.recode(layer.w13, codes, scales)
-    for T, form in ((1, None), (100, None), (1, E4M3))[: 3 if half else 2]:
-        run_ops(["rmsnorm_qkv_rope"], T, (8, 2, 128), form, qk_norm=new(2, 128))
-    C, F, V = 1024, 5504, 600
-    for form in (None, E4M3) if half else (None,):
-        w, output = blank(C, F, form), blank(V, C, form)
-        entries = parallel.Shared(new(2 * (C + V), dtype=torch.int64), [0, 0])
-        terms = parallel.Shared(new(2, 8 * C), [0, 0])
-        flags = parallel.Shared(new(8, 2, dtype=torch.int32), [0, 0])
-        exchange = parallel.Exchange({w: C, output: V}, 0, entries, terms, flags)
-        exchange.linear_add(new(1, F), w, new(1, C))
-        exchange.add_terms(w, new(8, C), False)
-        logits = new(1, 2 * V - 1, dtype=torch.float32)
-        exchange.rmsnorm_linear(new(1, C), new(C), output, 1e-5, logits)
-    of_experts = [*itertools.product((1, 40), (INT4, E4M3, None))]
-    for T, form in [(3, None), *(of_experts if half else [(1, None)])]:
-        E, k = 6, 2
-        layer = SimpleNamespace(ffn_norm=new(512), router=Matrix(new(E, 512)), router_gain=1.0)
-        layer.w13, layer.w2 = blank(E * 512, 512, form), blank(E * 512, 256, form)
-        state = state_of_experts(k)
-        routes = kernels.fused.route(new(T, 512), layer, state)
-        h = kernels.fused.rmsnorm_swiglu(new(T, 512), layer, state, routes)
-        kernels.fused.linear_add(h, layer.w2, new(T, 512), routes)
-    for norm in (None, new(512)):
-        products.encode_rows(new(3, 512), norm, 1e-5)
-    for T, D in ((1, 128), (100, 128 if half else 64)):
-        x, layer, state = op_arguments("rmsnorm_qkv_rope", dtype, (8, 8, D), T, 300, 500)[0]
-        k, v = (new(8, 500, D, dtype=torch.int8) for _ in range(2))
+def blank(N: int, K: int, format, dtype: torch.dtype) -> Matrix:
+    if format is None:
+        return Matrix(torch.zeros(N, K, dtype=dtype))
+    return Matrix(format.empty(N, K, DEVICE), format)
+
+
+def launch_ops(names, dtype, T: int, heads=(8, 8, 128), format=None, ops=kernels.fused, **extra):
+    for op in names:
+        arguments = op_arguments(op, dtype, heads, T, 300, 500, **extra)[0]
+        getattr(ops, op)(*encoded(arguments, format))
+
+
+def launch_attention(dtype: torch.dtype) -> None:
+    """With one token, a few and a prompt; also of a cache in 8 bits."""
+    attend = partial(launch_ops, ["attention"], dtype)
+    for T, heads in ((1, (8, 8, 128)), (3, (16, 2, 128)), (512, (8, 8, 128))):
+        attend(T, heads)
+    if dtype == torch.float16:
+        for T, heads in ((96, (8, 8, 128)), (1, (4, 2, 256)), (96, (4, 2, 256))):
+            attend(T, heads)
+        attend(96, ops=kernels.ops("triton", "fp16"))
+    k, v = (torch.zeros(8, 500, 64, dtype=torch.int8) for _ in range(2))
+    for T in (1, 96):
+        x, layer, state = op_arguments("rmsnorm_qkv_rope", dtype, (8, 8, 64), T, 300, 500)[0]
         state = changed(state, k=(None, k), v=(None, v))
-        kernels.fused.rmsnorm_qkv_rope(x, layer, state)
-        kernels.fused.attention(new(T, 8, D), layer, state)
-    attention.decode_caches(k, v, one, 100, dtype)
-    if arch == 90:  # Hopper's own kernel for prompts
-        run_ops(["attention"], 512)
-    ids = [new(512, dtype=torch.int32) for _ in range(2)]
-    greedy = dict(temp=0, repeat_penalty=1.1)
-    for settings in (dict(), greedy, dict(top_k=1000), dict(top_p=1), dict(top_k=0, top_p=1)):
-        sampler = Sampler(DEVICE, Sampling(**settings))
-        kernels.fused.sample(new(1, 32000, dtype=torch.float32), *ids, one, sampler)
-    # parts with fewer logits than a program has threads
-    kernels.fused.sample(new(1, 4096, dtype=torch.float32), *ids, one, Sampler(DEVICE))
-    kernels.fused.sample(new(5, 32000, dtype=torch.float32), *ids, one, sampler)
-    from training.test_training import launch_training
+        q = kernels.fused.rmsnorm_qkv_rope(x, layer, state)
+        kernels.fused.attention(q, layer, state)
+    attention.decode_caches(k, v, state.device_pos, 96, dtype)
 
-    launch_training(dtype)
+
+def launch_linear_add(dtype: torch.dtype, T: int, format, bias=None) -> None:
+    w = replace(blank(48, 1024, format, dtype), bias=bias)
+    x, residual = torch.zeros(T, 1024, dtype=dtype), torch.zeros(T, 48, dtype=dtype)
+    kernels.fused.linear_add(x, w, residual)
+
+
+def launch_exchange(dtype: torch.dtype, format) -> None:
+    """What several ranks do with their parts of a product."""
+    new = partial(torch.zeros, dtype=dtype)
+    w, output = blank(512, 1024, format, dtype), blank(600, 512, format, dtype)
+    entries = parallel.Shared(torch.zeros(2 * (512 + 600), dtype=torch.int64), [0, 0])
+    terms = parallel.Shared(new(2, 8 * 512), [0, 0])
+    flags = parallel.Shared(torch.zeros(8, 2, dtype=torch.int32), [0, 0])
+    exchange = parallel.Exchange({w: 512, output: 600}, 0, entries, terms, flags)
+    exchange.linear_add(new(1, 1024), w, new(1, 512))
+    exchange.add_terms(w, new(8, 512), False)
+    exchange.rmsnorm_linear(new(1, 512), new(512), output, 1e-5, torch.zeros(1, 2 * 600 - 1))
+
+
+def launch_experts(dtype: torch.dtype, T: int, format) -> None:
+    x, layer, state = expert_arguments(T, 6, 2, 512, 256, dtype)
+    layer.w13, layer.w2 = blank(6 * 512, 512, format, dtype), blank(6 * 512, 256, format, dtype)
+    routes = kernels.fused.route(x, layer, state)
+    h = kernels.fused.rmsnorm_swiglu(x, layer, state, routes)
+    kernels.fused.linear_add(h, layer.w2, x, routes)
+
+
+def launch_products(dtype: torch.dtype) -> None:
+    """With one token, a few and a prompt; with norms of heads, other ranks and experts."""
+    for T in (1, 3, 96):
+        launch_ops([op for op in OPS if op != "attention"], dtype, T)
+    for T, format in itertools.product((1, 3, 60), (INT4, E4M3)):
+        launch_linear_add(dtype, T, format)
+    qk_norm = torch.zeros(2, 128, dtype=dtype)
+    for T in (1, 96):
+        launch_ops(["rmsnorm_qkv_rope"], dtype, T, (8, 2, 128), qk_norm=qk_norm)
+    launch_exchange(dtype, None)
+    for T, format in ((1, None), (3, E4M3), (40, None)):
+        launch_experts(dtype, T, format)
+    for norm in (None, torch.zeros(512, dtype=dtype)):
+        products.encode_rows(torch.zeros(3, 512, dtype=dtype), norm, 1e-5)
+
+
+def launch_8_bit_floats() -> None:
+    """What else depends on how their matrices are decoded and multiplied."""
+    dtype = torch.float16
+    for T, format in itertools.product((1, 3, 60), (E4M3, E5M2, quants.E4M3_128)):
+        launch_linear_add(dtype, T, format)
+    launch_linear_add(dtype, 13, E4M3)
+    launch_ops(["rmsnorm_qkv_rope", "rmsnorm_linear"], dtype, 1, format=E4M3)
+    launch_exchange(dtype, E4M3)
+    for T in (1, 40):
+        launch_experts(dtype, T, E4M3)
+
+
+def launch_formats() -> None:
+    """Matrices in all other formats."""
+    dtype = torch.float16
+    for T, format in itertools.product((1, 3, 60), (OWN, *FILE_FORMATS)):
+        launch_linear_add(dtype, T, format)
+    for T, format in ((1, None), (1, INT4), (3, INT4)):  # a kernel each
+        launch_linear_add(dtype, T, format, bias=torch.zeros(48, dtype=dtype))
+    x, norm = torch.zeros(1, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
+    layer = SimpleNamespace(ffn_norm=norm, w13=blank(48, 4096, INT4, dtype))  # two blocks of a row
+    kernels.fused.rmsnorm_swiglu(x, layer, SimpleNamespace(norm_eps=1e-5))
+    products.recode(layer.w13, *E4M3.empty(48, 4096, DEVICE))
+    for T in (1, 40):
+        launch_experts(dtype, T, INT4)
+
+
+def launch_sampling() -> None:
+    ids = [torch.zeros(512, dtype=torch.int32) for _ in range(2)]
+    one = torch.zeros(1, dtype=torch.int32)
+    penalised = dict(temp=0, repeat_penalty=1.1)
+    # rows and logits of each: parts of 4096 have fewer logits than a program has threads
+    cases = [(1, 32000, more) for more in (dict(), penalised, dict(top_k=1000), dict(top_p=1))]
+    cases += [(1, 4096, dict()), (5, 32000, dict(top_k=0, top_p=1))]
+    for rows, V, settings in cases:
+        sampler = Sampler(DEVICE, Sampling(**settings))
+        kernels.fused.sample(torch.zeros(rows, V), *ids, one, sampler)
 
 
 def compile_kernels(arch: int) -> None:
-    """Compile every kernel for an architecture, to machine code that fits into shared memory. 86
-    assembles the PTX of 80, as Triton would compile for it; 89 has the same PTX, except where its
-    instructions for 8-bit floats are used."""
-    from triton import knobs
+    """Compile every kernel for an architecture, to machine code that fits into shared memory."""
+    from training.test_training import launch_training
 
     compiled, with_fp16_sums = set(), set()
 
@@ -598,9 +614,6 @@ def compile_kernels(arch: int) -> None:
         ptx, shared, what = binary.asm["ptx"], binary.metadata.shared, (name, constants)
         compiled.add(name)
         assert binary.asm["cubin"] and shared <= ARCHITECTURES[arch] * 1024, (what, shared)
-        if arch == 80:
-            assemble = [knobs.nvidia.ptxas.path, "--gpu-name=sm_86", "-o", os.devnull, "-"]
-            subprocess.run(assemble, input=ptx.encode(), check=True)
         if name == "_hopper_attention_kernel":
             assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
         else:
@@ -616,22 +629,53 @@ def compile_kernels(arch: int) -> None:
 
     as_if_on(arch)
     launch.start = hopper.start = start
-    for dtype in (torch.float16, torch.bfloat16)[: 1 if arch == 120 else 2]:  # as for 80 and 90
-        launch_all(dtype, arch)
+    launch_attention(torch.float16)
+    launch_8_bit_floats()
     if arch == 89:
         assert "_vector_kernel" in compiled
         return
-    modules = (kernels, products, attention, experts, sampling, parallel, training)
+    launch_products(torch.float16)
+    launch_sampling()
+    launch_training(torch.float16, every_shape=arch == 80)
+    if arch == 80:
+        launch_formats()
+        launch_products(torch.bfloat16)
+        launch_training(torch.bfloat16, every_shape=True)
+    if arch in (80, 90):
+        launch_attention(torch.bfloat16)
+    modules = (kernels, attention, experts, sampling, parallel, training)
     modules += (hopper,) if arch == 90 else ()
     every = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
-    assert compiled == every | {"few_attention_kernel"}, "launch_all has to launch these as well"
+    assert compiled == every, "one of the functions launch_... has to launch these as well"
     assert with_fp16_sums == {"_attention_kernel"}
 
 
+def compile_in_processes() -> None:
+    """One for each architecture, which have in common what takes long to import."""
+    process_of = multiprocessing.get_context("fork").Process
+    processes = [process_of(target=compile_kernels, args=(arch,)) for arch in ARCHITECTURES]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    sys.exit(any(process.exitcode for process in processes))
+
+
 def test_kernels_compile():
-    """In as many processes as there are cores, while another worker of pytest runs other tests."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda arch: without_interpreter(f"compile_kernels({arch})"), ARCHITECTURES))
+    """Each kernel that launch.json lets a card run, with its sizes where they decide how much shared
+    memory there has to be.
+
+    For sm_80: all kernels in fp16 and in bf16, and in fp16 all formats of weights. Elsewhere only
+    what the architecture may refuse: for 90 and 120 all kernels, since they wait for the kernel
+    before and pass through other stages of the compiler, and all that touches 8-bit floats, for
+    which they have instructions; for 90 also attention in bf16, since Hopper has other instructions
+    for products; for 89, which is like 80 otherwise, 8-bit floats. The formats of files decode by
+    instructions that all have. 86 runs the machine code of 80, which gets by with the shared memory
+    that 86 has."""
+    flags = {"COMPILES": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", "import test_all; test_all.compile_in_processes()"]
+    done = subprocess.run(command, cwd=HERE, env=os.environ | flags, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 # ---- model.py
@@ -699,38 +743,6 @@ def test_calls_on_one_state(tiny_model, where, monkeypatch):
     check()
 
 
-@pytest.mark.parametrize("name, wrong", [
-    ("format", "e9"), ("format", True), ("dtype", "fp64"), ("accumulate", "x"), ("backend", "cuda"),
-    ("ctx_size", -1),
-])  # fmt: skip
-def test_wrong_arguments_are_named(tiny, tmp_path, name, wrong):
-    calls = [lambda: load(tiny, device="cpu", **{name: wrong})]
-    if name in ("format", "dtype"):
-        calls.append(lambda: save(tiny, tmp_path / "new", device="cpu", **{name: wrong}))
-    for call in calls:
-        with pytest.raises(ValueError, match=f"{name} is {wrong!r}; it must be"):
-            call()
-    assert not [*tmp_path.iterdir()]
-
-
-def test_wrong_prompts_are_named(tiny, tiny_model):
-    V = tiny_model.config.vocab_size
-    forward = lambda ids: tiny_model.forward(ids, State(tiny_model))
-    no_list = "a prompt is a list of ids: tokenizer.encode"
-    wrong = [([1, id, 5], f"the id {id}; the model's are 0 .. {V - 1}") for id in (-1, V, 1 << 40)]
-    wrong += [("text", no_list), (["text", "more"], no_list), ([[1, 5]], no_list), ([], "is empty")]
-    for prompt, said in wrong:
-        for evaluate in (forward, partial(greedy, tiny_model, n=1)):
-            with pytest.raises((TypeError, ValueError), match=said):
-                evaluate(prompt)
-    with pytest.raises(TypeError, match=no_list):
-        greedy(tiny_model, torch.tensor([1, 5]), 1)
-    for talk in ("hi", [{"role": "user"}], []):
-        with pytest.raises(TypeError, match="a conversation is a list of dicts"):
-            Tokenizer(tiny).apply_chat_template(talk)
-    assert len(repr(tiny_model)) < 2000, "it prints weights"
-
-
 def test_an_ignored_eos_is_never_sampled(tiny_model):
     every_but_7 = {*range(tiny_model.config.vocab_size)} - {7}
     options = dict(n=5, eos=every_but_7, ignore_eos=True)
@@ -790,8 +802,7 @@ def test_fused_model_is_the_reference_model(tiny, dtype, limit):
 
 @pytest.mark.parametrize("how", ["generate", "single steps", "chunks"])
 def test_no_step_sees_an_old_position(tiny, how):
-    """After thousands of steps on a GPU, keys and values equal those of torch ops, which do not
-    overlap."""
+    """Keys and values after thousands of steps equal those of torch's ops, which do not overlap."""
     steps = 3000 if ON_GPU else 4
     sizes = [1] * steps
     if how == "chunks":
@@ -817,8 +828,7 @@ def test_no_step_sees_an_old_position(tiny, how):
 @BACKENDS
 @pytest.mark.parametrize("kv_fp8", [False, True])
 def test_weights_not_finite(copy, kv_fp8, backend):
-    """E4M3 has no infinity, and its NaN decodes to 480; torch takes a row of NaN scores for a
-    masked one."""
+    """E4M3 has no infinity; torch takes a row of NaN scores for a masked one."""
     sound = load_file(copy / "model.safetensors")
     options = dict(dtype="fp32", device=DEVICE.type, ctx_size=16, backend=backend, kv_fp8=kv_fp8)
     # the last is the output matrix
@@ -968,8 +978,7 @@ def test_nothing_is_collected_during_a_capture(monkeypatch):
 
 @pytest.mark.parametrize("top_k, other_top_k", [(5, 3), (40, 30)], ids=["listed", "sorted"])
 def test_other_sampling_needs_no_other_graph(top_k, other_top_k, tiny, monkeypatch):
-    """A graph is replayed as CUDA does it: with the arguments of the capture, but numbers are read
-    anew."""
+    """A graph is replayed with the arguments of the capture, of which numbers are read anew."""
     recorded, captures = [], []
 
     def recording(function):
@@ -1023,8 +1032,7 @@ GUARD, MARGIN = 77.0, 64
 
 @pytest.fixture
 def guarded(monkeypatch):
-    """Outputs are filled with NaN before the op, between guard values. -> a check that the guards
-    are intact."""
+    """Outputs are filled with NaN, between guard values. Returns a check that these are intact."""
     buffers, original = [], torch.Tensor.new_empty  # the interpreter calls it too, with a device
 
     def new_empty(self, *shape, **options) -> torch.Tensor:
@@ -1071,12 +1079,12 @@ def changed(fields: SimpleNamespace, **changes) -> SimpleNamespace:
     return SimpleNamespace(**vars(fields) | changes)
 
 
-def as_fp32(arguments, decode: bool = True):
+def as_fp32(arguments):
     """An op's arguments in fp32; matrices decoded."""
 
     def change(value):
         if isinstance(value, Matrix):
-            return dense(value) if decode else value
+            return dense(value)
         return value.float() if torch.is_tensor(value) and value.is_floating_point() else value
 
     return mapped(arguments, change)
@@ -1247,7 +1255,7 @@ def test_qkv_into_caches_of_2_31_values(T):
 
 @pytest.mark.parametrize("T, sizes", [
     *itertools.product((1,), ((2, 32, 4), (4, 16, 2), (8, 64, 4))),
-    *itertools.product((2, 8, 9, 16), ((16, 2, 2, 4, 1), (32, 4, 2, 8, 2), (64, 1, 4, 16, 3))),
+    *itertools.product((3, 16), ((16, 2, 2, 4, 1), (32, 4, 2, 8, 2), (64, 1, 4, 16, 3))),
 ], ids=str)  # fmt: skip
 def test_products_do_not_depend_on_launch_sizes(T, sizes, monkeypatch):
     monkeypatch.setattr(products, "vector_sizes", lambda *_: launch.VectorSizes(*sizes))
@@ -1267,8 +1275,7 @@ def test_products_do_not_depend_on_launch_sizes(T, sizes, monkeypatch):
 def check_attention(
     heads: tuple, T: int, before: int, kv_fp8=False, runs=1, dtype=torch.float16
 ) -> None:
-    """It equals its reference, whatever comes after the T tokens; and again with what that left in
-    scratch."""
+    """It equals its reference, whatever comes after the T tokens or was left in scratch."""
     q, layer, state = op_arguments("attention", dtype, heads, T, before)[0]
     if kv_fp8:
         state.k = (None, E4M3.round(state.k[1]))
@@ -1291,15 +1298,11 @@ def test_attention_does_not_depend_on_launch_sizes(heads, sizes, monkeypatch):
         check_attention(heads, T, before, runs=2)
 
 
-# for launches
+FEW_ROWS = [(1, 64, 4, 1, 64), (4, 32, 2, 1, 128), (64, 64, 4, 1, 0)]
 
 
-SIZES = [(1, 64, 4, 1, 64), (4, 32, 2, 1, 128), (64, 64, 4, 1, 0)][: 3 if ON_GPU else 1]
-HEADS = [(2, 1, 24), (3, 1, 64), (14, 2, 64), (2, 2, 128), (4, 1, 64)][: 5 if ON_GPU else 3]
-
-
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("sizes", FEW_ROWS if ON_GPU else FEW_ROWS[:1], ids=str)
+@pytest.mark.parametrize("heads", [(2, 1, 24), (3, 1, 64), (14, 2, 64), (2, 2, 128)], ids=str)
 @pytest.mark.parametrize("kv_fp8", [False, True])
 def test_attention_of_few_rows(kv_fp8, heads, sizes, monkeypatch):
     """hopper.py's kernel on a GPU, in the interpreter those that do the same."""
@@ -1311,11 +1314,10 @@ def test_attention_of_few_rows(kv_fp8, heads, sizes, monkeypatch):
 
 
 @pytest.mark.parametrize("kv_fp8", [False, True])
-@pytest.mark.parametrize("start_pos", [0, 1, 62, 63, 126, 5000] if ON_GPU else [0, 62, 126])
+@pytest.mark.parametrize("start_pos", [0, 1, 62, 63, 126, 5000] if ON_GPU else [0, 62])
 @pytest.mark.parametrize("heads", [(2, 2, 64), (4, 1, 24), (4, 2, 128), (2, 1, 136)], ids=str)
 def test_attention_of_a_prompt(heads, start_pos, kv_fp8):
-    """Blocks of 64 keys, or of 32 of the longest heads: at 62 and at 126, the first token sees all
-    but the last key of a block."""
+    """Of blocks of 64 or 32 keys: at 62, the first token sees all but the last key of a block."""
     for T in (65, 127, 512, 513, 640, 700, 2048) if ON_GPU else (65, 127):
         check_attention(heads, T, start_pos, kv_fp8)
 
@@ -1414,8 +1416,7 @@ def test_prompts_need_few_onednn_kernels(format, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 def test_half_sums_saturate_and_do_not_hide_nan():
-    """Attention scores far beyond 65504, and results beyond it of a bias, RoPE and SwiGLU, stay
-    finite."""
+    """Scores beyond 65504, and such results of a bias, RoPE and SwiGLU, stay finite."""
     H, D, T = 2, 32, 70
     full = functools.partial(torch.full, dtype=torch.float16, device=DEVICE)
     q, k, v = full((T, H, D), 200.0), full((H, 128, D), 100.0), full((H, 128, D), 100.0)
@@ -1653,8 +1654,7 @@ def _own_values(tile, SCALES: tl.constexpr):
 
 
 class OwnFormat(formats.Format):
-    """Integers with a half as scale for each 32 columns: all that has to be written to add such a
-    format."""
+    """Integers with a half as scale for each 32 columns: all that such a format takes."""
 
     def shapes(self, N, K):
         return {"codes": (torch.int8, (N, K)), "scale": (torch.float16, (N, K // 32))}
@@ -1748,8 +1748,7 @@ EVERY_HALF = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.float1
 
 @pytest.mark.parametrize("form", FLOATS_8)
 def test_8_bit_codes_decode_and_encode(form):
-    """As torch converts them; numbers beyond the largest become the largest, and codes of NaN are
-    never written."""
+    """As torch converts them; what is beyond the largest is the largest, and NaN is refused."""
     format, values = FORMATS[form], EVERY_CODE.view(FORMATS[form].dtype).float()
     finite = torch.isfinite(values)
     assert format.floats(EVERY_CODE)[finite].equal(values[finite])
@@ -1800,8 +1799,7 @@ def test_encode_and_check_refuse_what_is_not_finite(form):
 
 @pytest.mark.parametrize("peak", [1, 30, 36, 40, 150])
 def test_products_in_half_precision_with_large_norms(peak):
-    """On a GPU, eight products are summed in half precision: all energy in eight neighbours is the
-    worst case."""
+    """Eight products are summed in halves: all energy in eight neighbours is the worst case."""
     for K, spread in itertools.product((256, 4096, 8192), (1, 8, 256)):
         norm, x = torch.full((K,), float(peak)).half().to(DEVICE), torch.zeros(1, K)
         x[0, :spread] = 100.0
@@ -1816,8 +1814,7 @@ def test_products_in_half_precision_with_large_norms(peak):
 
 
 def test_kernels_encode_as_torch_does():
-    """All finite fp16 numbers, numbers between the codes and far beyond them, infinities and
-    NaN."""
+    """All finite halves, numbers between the codes and far beyond them, infinities and NaN."""
     halves = EVERY_HALF[torch.isfinite(EVERY_HALF)].float()
     between = torch.rand(1 << 16) * 2.0 ** torch.randint(-14, 12, (1 << 16,))
     beyond = torch.tensor([1e30, -1e30, torch.inf, -torch.inf, torch.nan])
@@ -1867,8 +1864,7 @@ def test_ops_on_an_8_bit_cache(dtype, heads, T):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("form", FLOATS_8)
 def test_8_bit_tensor_cores_multiply_a_prompt(form, dtype, accumulate):
-    """Activations in E4M3 have an error of at most 2^-4: a third of its square, halved since most
-    err less."""
+    """Activations in E4M3 err by at most 2^-4: a third of its square, halved as most err less."""
     x, w = randn(80, 256, dtype=dtype), Matrix(randn(512, 256, dtype=torch.float16, scale=1 / 16))
     (w,) = encoded([w], FORMATS[form])
     if not products.tensor_core_format(w):
@@ -1973,8 +1969,7 @@ def test_all_4_bit_codes_scales_and_zero_points():
     ("normal", 5.5e-3), ("uniform", 3.5e-3), ("far from zero", 1e-3), ("close together", 4e-4),
 ])  # fmt: skip
 def test_4_bits_lose_little(spread, bound):
-    """As little as Q4_K with a search for the scale, for a normal matrix 5.2e-3 of its mean
-    square."""
+    """As little as Q4_K with a search for the scale: of a normal matrix 5.2e-3 of its square."""
     w = torch.rand(64, 1024) - 0.5 if spread == "uniform" else torch.randn(64, 1024)
     w = {"far from zero": w + 3, "close together": 1 + 0.01 * w}.get(spread, w)
     w = w * torch.logspace(-20, 20, 64)[:, None]
@@ -2090,14 +2085,13 @@ def check_experts(arguments: tuple, dtype: torch.dtype, form) -> None:
     assert max(errors) < limit, (errors, form)
 
 
-@pytest.mark.parametrize("T", [1, 2, 5, 17, 40])
+@pytest.mark.parametrize("T", [1, 5, 17])
 @pytest.mark.parametrize("dtype, form", [
     (torch.float32, None), (torch.float16, None), (torch.bfloat16, None), (torch.float16, E4M3),
     (torch.float16, E5M2), (torch.float16, INT4), (torch.float32, INT4),
 ], ids=lambda value: getattr(value, "name", str(value)))  # fmt: skip
 def test_experts_equal_their_reference(dtype, form, T, guarded):
-    """Among them an expert that every token chooses, and one that none does; hidden sizes that
-    tiles do not divide."""
+    """One expert is chosen by every token, and one by none; tiles do not divide hidden sizes."""
     shapes = [(7, 3, 96, 64), (5, 2, 256, 320)]
     shapes += [(4, 3, 64, 1024)] if form is INT4 and T == 1 else []  # blocks of several experts
     shapes += [(6, 1, 40, 52)] if form is None else []
@@ -2110,25 +2104,23 @@ def test_experts_equal_their_reference(dtype, form, T, guarded):
     guarded()
 
 
-def test_grouped_products_do_not_depend_on_launch_sizes(monkeypatch):
-    for sizes in ((16, 32, 16, 4, 1), (32, 64, 128, 2, 3), (128, 16, 32, 4, 2)):
-        monkeypatch.setattr(
-            experts, "grouped_sizes", lambda *_, sizes=sizes: launch.GroupedSizes(*sizes)
-        )
-        arguments = expert_arguments(40, 5, 2, 72, 88, torch.float16)
-        check_experts(arguments, torch.float16, None)
+@pytest.mark.parametrize(
+    "sizes", [(16, 32, 16, 4, 1), (32, 64, 128, 2, 3), (128, 16, 32, 4, 2)], ids=str
+)
+def test_grouped_products_do_not_depend_on_launch_sizes(sizes, monkeypatch):
+    monkeypatch.setattr(kernels, "grouped_sizes", lambda *_: launch.GroupedSizes(*sizes))
+    check_experts(expert_arguments(40, 5, 2, 72, 88, torch.float16), torch.float16, None)
 
 
+@needs_gpu
 @pytest.mark.parametrize("form", [E4M3, INT4], ids=lambda form: form.name)
 def test_8_bit_tensor_cores_multiply_a_prompt_with_experts(form):
-    """Activations, and the weights of INT4, are rounded to E4M3: see the test of dense products.
-    Where tensor cores do not multiply it, the error is that of halves."""
+    """Activations, and the weights of INT4, are rounded to E4M3: see the test of dense products."""
+    if E4M3.on(DEVICE) is not E4M3_NATIVE:
+        pytest.skip("this GPU has none")
     arguments = expert_arguments(80, 7, 3, 256, 320, torch.float16, form)
     errors = experts_errors(arguments, torch.float16, "auto")
-    if E4M3.on(DEVICE) is E4M3_NATIVE:
-        assert all(2.0**-14 < error < 2.0**-8 for error in errors), errors
-    else:
-        assert max(errors) < 1e-4, errors
+    assert all(2.0**-14 < error < 2.0**-8 for error in errors), errors
 
 
 def test_many_slots_are_sorted():
@@ -2193,8 +2185,7 @@ def test_exchange_of_experts():
 
 
 def routes_of(logits: torch.Tensor, k: int, ops=kernels.fused, norm_topk=True):
-    """What a router picks whose logits, for T tokens, are these up to a factor: the token that has
-    a 1 in its place, by a router whose columns are the logits."""
+    """What a router picks whose logits, for T tokens, are these up to a factor."""
     T, E = logits.shape
     layer = SimpleNamespace(
         ffn_norm=torch.ones(T, device=DEVICE),
@@ -2212,30 +2203,22 @@ def test_experts_that_tie_or_are_not_finite(ops, T):
         (1, 1, 1, 1, 1): (0, 1, 2),
         (0, 2, 1, 2, 2): (1, 3, 4),
         (0, 2, 1, 2, 1): (1, 3, 2),
-        (-1, NAN, -2, NAN, -3): (0, 2, 4),
-        (NAN, NAN, NAN, 5, NAN): (3, 0, 1),
         (NAN,) * 5: (0, 1, 2),
     }
-    for logits, expected in cases.items():
+    if T == 1:  # 0 * NaN would be NaN for the other tokens, too
+        cases[(-1, NAN, -2, NAN, -3)] = (0, 2, 4)
+        cases[(NAN, NAN, NAN, 5, NAN)] = (3, 0, 1)
+    for (logits, expected), norm_topk in itertools.product(cases.items(), (True, False)):
         rows = torch.randn(T, 5)
-        # 0 * NaN would be NaN for the other tokens, too
-        rows = rows if T == 1 or NAN not in logits else rows * NAN
         rows[T // 2] = torch.tensor(logits)
-        for norm_topk in (True, False):
-            routes = routes_of(rows, 3, ops, norm_topk)
-            if T > 1 and any(map(math.isnan, logits)):
-                expected = tuple(range(3))  # all are NaN
-            assert tuple(routes.ids[T // 2].tolist()) == expected
-            weights = routes.weights[T // 2]
-            if all(map(math.isnan, logits)) or T > 1 and any(map(math.isnan, logits)):
-                assert weights.isnan().all()
-                continue
-            assert weights.isfinite().all() and (weights >= 0).all()
-            if norm_topk:
-                assert abs(weights.sum() - 1) < 1e-5
-            else:
-                shares = torch.tensor(logits).nan_to_num(-INF).float().softmax(0)
-                assert torch.allclose(weights.cpu(), shares[list(expected)], rtol=1e-3)
+        if all(map(math.isnan, logits)):
+            rows *= NAN
+        routes = routes_of(rows, 3, ops, norm_topk)
+        assert tuple(routes.ids[T // 2].tolist()) == expected
+        shares = rows[T // 2].nan_to_num(-INF).softmax(0)[list(expected)]
+        if norm_topk:
+            shares /= shares.sum()
+        assert routes.weights[T // 2].cpu().allclose(shares, rtol=1e-3, equal_nan=True), logits
 
 
 # ---- run.py: the command line
@@ -2262,8 +2245,7 @@ def test_stdout_has_only_the_text(cli, tiny):
 
 
 def test_what_is_said_of_a_run(tiny_session, tiny, monkeypatch):
-    """Its numbers, which others compare. Two layers of 33,920 weights, a norm, and two matrices of
-    64 columns for each token."""
+    """Its numbers, which others compare. A layer has 33,920 weights, a token 64 in two matrices."""
     tokens = tiny_session.model.config.vocab_size
     assert tiny_session.model.checkpoint.elements == 2 * 33_920 + 64 + 2 * 64 * tokens
     args = run.parse_args(["-m", str(tiny), "-s", "7", "-p", ""])
@@ -2406,10 +2388,8 @@ def test_jsonl_says_why_a_text_ended(cli, tiny):
     assert whole["prompt_tokens"] == whole["evaluated_tokens"] == length
     assert whole["tokens_per_s"] == 11 / whole["generation_seconds"]
     assert whole["text"] + "\n" == cli(*flags, "-n", 12, "-o", "text", "--no-display-prompt")[1]
-    stop = whole["text"][4:7]
-    stopped = text_of("-n", 12, "--stop", stop, "--stop", "\0")
-    assert stopped["ended_by"] == "stop"
-    assert stopped["text"] == whole["text"][: whole["text"].find(stop)]
+    stops = ("--stop", whole["text"][4:7], "--stop", "\0")
+    assert text_of("-n", 12, *stops)["ended_by"] == "stop"
     full = text_of("-n", -2, "-c", 16)
     assert full["ended_by"] == "context" and full["prompt_tokens"] + full["new_tokens"] == 16
     none = text_of("-n", 0)
@@ -2421,8 +2401,7 @@ def test_jsonl_says_why_a_text_ended(cli, tiny):
 
 
 def test_what_ends_a_text(cli, copy):
-    """An eos that the tokenizer does not flag as special has a text, but it is neither shown nor
-    remembered."""
+    """An eos that the tokenizer does not flag as special has a text, which is not shown."""
     tokenizer = Tokenizer(copy)
     ids = greedy(load(copy, device="cpu"), tokenizer.encode("Once"), 12)
     end = max(set(ids), key=ids.index)  # the last to appear for the first time
@@ -2436,8 +2415,7 @@ def test_what_ends_a_text(cli, copy):
 
 
 def test_prompt_asked_again(tiny_model, monkeypatch):
-    """Its text is the same: its logits are kept, since the last token would be rounded otherwise if
-    it were evaluated by itself."""
+    """Its logits are kept: evaluated by itself, the last token would be rounded otherwise."""
     state, prompt = State(tiny_model), [1, 5, 9, 7]
     texts = [list(generate(tiny_model, prompt, state, n=n, eos=[])) for n in (6, 3)]
     assert texts[1] == texts[0][:3]
@@ -2672,12 +2650,10 @@ def test_make_gives_the_prompt_as_it_is(tmp_path):
 # streams and signals
 
 
-CLOSED = [("-p", "Once", "--ignore-eos"), ("--chat", "-n", 20, "--ignore-eos")]
-
-
-@pytest.mark.parametrize("flags", CLOSED, ids=str)
+@pytest.mark.parametrize("flags", ["-p Once", "--chat -n 20"])
 def test_closed_stdout_ends_quietly(tiny, flags):
-    process = program("-m", tiny, *flags, "--quiet", stdin=subprocess.PIPE)
+    flags = ("-m", tiny, *flags.split(), "--ignore-eos", "--quiet")
+    process = program(*flags, stdin=subprocess.PIPE)
     process.stdin.write(b"hello\n" * 50)
     process.stdin.close()
     process.stdout.read(1)
@@ -2700,8 +2676,7 @@ def test_lost_streams(tiny, tmp_path):
 @pytest.mark.parametrize("call", [0, 1, 4])
 @pytest.mark.parametrize("flags", ["-p Once", "--chat -p Once", "--chat", "-st"])
 def test_ctrl_c_exits_130_after_what_it_has(cli, tiny, monkeypatch, flags, call):
-    """While the prompt is evaluated, or after one or four tokens, in a process whose input is no
-    terminal."""
+    """While the prompt is evaluated, or after one or four tokens; the input is no terminal."""
     flags = ("-m", tiny, *flags.split(), "-n", 8, *GREEDY, "-o", "jsonl")
     (whole,) = objects(cli(*flags, stdin=b"Once\n")[1])
     calls, step = itertools.count(), Llama.step
@@ -2835,18 +2810,46 @@ def test_an_empty_prompt_begins_with_one_token(bos, eos, first):
     assert Session.encode(SimpleNamespace(tokenizer=tokenizer), "") == first
 
 
-def test_generate_is_refused_at_the_call(tiny_session):
-    before = tiny_session.state.tokens.clone()
-    for prompt, settings, said in (
-        ("a", dict(tmp=0), "no setting 'tmp'; sampling has temp, top_k"),
-        ("a", dict(top_p=2), "top_p is 2; it must be from 0 to 1"),
-        ("a " * 999, dict(), r"the prompt has \d+ tokens; the context holds 256"),
-        ([], dict(), "the prompt is empty"),
-        (None, dict(), "a prompt is a list of ids"),
-    ):
+def test_wrong_calls_say_what_is_wrong(tiny, tiny_session, tmp_path):
+    model, generate = tiny_session.model, tiny_session.generate
+    V, before = model.config.vocab_size, tiny_session.state.tokens.clone()
+    loaded = partial(load, tiny, device="cpu")
+    saved = partial(save, tiny, tmp_path / "new", device="cpu")
+    talk = Tokenizer(tiny).apply_chat_template
+    forward = lambda prompt: model.forward(prompt, State(model))
+    decode = lambda prompt: greedy(model, prompt, 1)
+    no_list = "a prompt is a list of ids: tokenizer.encode"
+    wrong = [
+        (loaded, dict(format="e9"), "format is 'e9'; it must be"),
+        (loaded, dict(format=True), "format is True; it must be"),
+        (loaded, dict(dtype="fp64"), "dtype is 'fp64'; it must be"),
+        (loaded, dict(accumulate="x"), "accumulate is 'x'; it must be"),
+        (loaded, dict(backend="cuda"), "backend is 'cuda'; it must be"),
+        (loaded, dict(ctx_size=-1), "ctx_size is -1; it must be"),
+        (saved, dict(format="e9"), "format is 'e9'; it must be"),
+        (saved, dict(dtype="fp64"), "dtype is 'fp64'; it must be"),
+        (generate, dict(prompt="a", tmep=0), "no setting 'tmep'; sampling has temp, top_k"),
+        (generate, dict(prompt="a", top_p=2), "top_p is 2; it must be from 0 to 1"),
+        (generate, dict(prompt="a " * 999), r"the prompt has \d+ tokens; the context holds 256"),
+        (decode, dict(prompt=torch.tensor([1, 5])), no_list),
+        (decode, dict(prompt="text"), no_list),
+        (forward, dict(prompt="text"), no_list),
+        (talk, dict(messages="hi"), "a conversation is a list of dicts"),
+        (talk, dict(messages=[{"role": "user"}]), "a conversation is a list of dicts"),
+        (talk, dict(messages=[]), "a conversation is a list of dicts"),
+    ]
+    for evaluate in (forward, decode, generate):
+        for id in (-1, V, 1 << 40):
+            said = f"the id {id}; the model's are 0 .. {V - 1}"
+            wrong.append((evaluate, dict(prompt=[1, id, 5]), said))
+        for prompt in (None, ["text", "more"], [[1, 5]]):
+            wrong.append((evaluate, dict(prompt=prompt), no_list))
+        wrong.append((evaluate, dict(prompt=[]), "is empty"))
+    for call, arguments, said in wrong:
         with pytest.raises((TypeError, ValueError), match=said):
-            tiny_session.generate(prompt, **settings)
-    assert torch.equal(tiny_session.state.tokens, before)
+            call(**arguments)
+    assert not [*tmp_path.iterdir()] and torch.equal(tiny_session.state.tokens, before)
+    assert len(repr(model)) < 2000, "it prints weights"
 
 
 @pytest.mark.parametrize("decode", ["on a CPU", "by lookup", "in graphs"])
@@ -2922,7 +2925,7 @@ def test_a_chat_in_any_order(tiny, tiny_model, tmp_path, monkeypatch, capsys):
     session = Session(tiny, dtype="fp32", device="cpu", chat_template="llama2")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     (notes, saved), seen = (tmp_path / "notes", tmp_path / "saved"), []
-    notes.write_bytes(b"a\r\nnote\r\n")
+    notes.write_bytes(b"a\rnote\r\n")
     commands = ["hello", "good \\day", "/regen", "/clear", "/system Be kind.", "/system"]
     commands += [f"/read {notes}", f"/save {saved}", f"/load {saved}", "/set seed 3", "/set temp 0"]
     answer = session.chat
@@ -3021,14 +3024,11 @@ def test_what_fits_into_the_context(tiny):
     assert answer["content"].strip() == "good day"
 
 
-def test_chat_answers_each_line(cli, tiny):
-    code, out, err = chat(cli, tiny, "hello", "", "/help", "/regne now", "again")
-    assert code == 0 and len(out.splitlines()) >= 2 and "generated 12 tokens" in err
-    assert "no command /regne; /help lists them" in err and "/clear        forget" in err
-    assert "this model has no chat template; sending plain text" in err
-    turns = chat_objects(cli, tiny, "/usr/bin/python says", "one \\", "two", "/bye", "no")
+def test_lines_of_a_chat(cli, tiny):
+    turns = chat_objects(cli, tiny, "/usr/bin/python says", "", "one \\", "two", "/bye", "no")
     assert [turn["prompt"] for turn in turns] == ["/usr/bin/python says", "one \ntwo"]
     assert chat_objects(cli, tiny, "one\\")[0]["prompt"] == "one", "the input ended"
+    assert "generated 12 tokens" in chat(cli, tiny, "hello", "again")[2]
     assert "0 tokens" not in chat(cli, tiny)[2], "nothing was evaluated"
 
 
@@ -3044,27 +3044,40 @@ def test_chat_single_turn(cli, tiny, tmp_path):
         assert turn["prompt"] == "hello\nyou"
 
 
-def test_notes_of_a_chat(cli, tiny, tmp_path):
-    once = chat(cli, tiny, "hello")[1]
-    code, out, err = chat(cli, tiny, "hello", "/clear", "hello", "/system")
-    assert out == once * 2 and "conversation cleared" in err and "without a system prompt" in err
-    code, kind, err = chat(cli, tiny, "/system Be kind.", "hello")
-    assert kind == chat(cli, tiny, "hello", flags=["--system", "Be kind."])[1] != once
-    assert "with this system prompt" in err
-    (tmp_path / "notes").write_bytes(b"good\r\nday,\rcrow!\n")
-    lines = ["/regen", f"/read {tmp_path / 'notes'}", "fox " * 2000, "hello", "/regen"]
-    _, out, err = chat(cli, tiny, *lines, flags=["-o", "jsonl"])
-    error, long, first, second = objects(out)
-    assert error["error"] == "there is no answer yet" and "always the same" in err
-    assert "15 characters, goes before your next message" in err
-    assert "context holds" in long["error"]
-    assert first["prompt"] == second["prompt"] == "good\nday,\ncrow!\n\nhello"
-    assert first["text"] == second["text"] and second["evaluated_tokens"] == 0
-    lines = ["hello", "/clear", "/system x", "hello", *["tell me a tale"] * 12]
-    noted = chat(cli, tiny, *lines, flags=["-c", 64])[2]
+def test_what_a_chat_says(cli, tiny, tmp_path):
+    """Of a line after an answer; test_a_chat_in_any_order knows what the line does."""
+    notes, saved = tmp_path / "notes", tmp_path / "saved"
+    notes.write_bytes(b"good\r\nday,\rcrow!\n")
+    saved.write_text(json.dumps(conversation("hello", "good day")))
+    said = {
+        "/HELP": "/clear        forget",
+        "/?": "/clear        forget",
+        "/regne now": "no command /regne; /help lists them",
+        "/clear": "conversation cleared",
+        "/system Be kind.": "with this system prompt",
+        "/system": "without a system prompt",
+        "/regen": "always the same",
+        f"/read {notes}": "15 characters, goes before your next message",
+        "/set temp 5": "temp 5.0, top_k 40",
+        f"/load {saved}": f"{saved}: 1 turns",
+        f"/save {tmp_path / 'new'}": f"saved to {tmp_path / 'new'}",
+    }
+    _, answer, alone = chat(cli, tiny, "hello")
+    assert "this model has no chat template; sending plain text" in alone
+    assert alone.count("note: cut after 6 tokens (see -n)") == 1
+    for line, text in said.items():
+        assert text in chat(cli, tiny, "hello", line)[2] and text not in alone, line
+    kind = chat(cli, tiny, "/system Be kind.", "hello")[1]
+    assert kind == chat(cli, tiny, "hello", flags=["--system", "Be kind."])[1] != answer
+    stats = chat(cli, tiny, "/stats", "hello", "/stats", "more")[2]
+    assert stats.count(" tokens/s; prompt:") == 1, "shown until /stats is said again"
+    first, again = chat_objects(cli, tiny, "hello", "/regen")
+    assert again["evaluated_tokens"] == 0 < first["evaluated_tokens"]
+    assert chat_objects(cli, tiny, "/regen")[0]["error"] == "there is no answer yet"
+    lines = ["tell me a tale"] * 12
     dropped = "context of 64 tokens is full: dropped the oldest part of the conversation, [1-9] of "
-    assert re.search(dropped, noted)
-    assert chat(cli, tiny, *lines, flags=["--quiet", "-c", 64])[2] == "", "--quiet"
+    assert re.search(dropped, chat(cli, tiny, *lines, flags=["-c", 64])[2])
+    assert chat(cli, tiny, *lines, "/clear", flags=["--quiet", "-c", 64])[2] == "", "--quiet"
 
 
 def test_chat_errors_end_only_their_turn(cli, tiny, tmp_path):
@@ -3114,23 +3127,11 @@ def test_chat_evaluates_only_what_is_new(cli, tiny, template):
     assert f"template: {template} (given)" in one
 
 
-def test_chat_settings_stats_and_files(cli, tiny, tmp_path):
-    (hot,) = chat_objects(cli, tiny, "hello", flags=["--temp", 5, "-s", 3])
-    file = tmp_path / "talk"
-    lines = ["/HELP", "/?", "/set temp 5", "/set seed 3", "/stats", "hello", f"/save {file}"]
-    _, out, err = chat(cli, tiny, *lines, "/stats", "more", f"/load {file}", flags=["-o", "jsonl"])
-    assert objects(out)[0]["text"] == hot["text"] and f"{file}: 1 turns" in err
-    assert "temp 5.0, top_k 40" in err and err.count("/clear  ") == 2
-    assert err.count("note: cut after 6 tokens (see -n)") == 2
-    assert err.count(" tokens/s; prompt:") == 1, "shown until /stats is said again"
-
-
 # ---- chat.py: a person at a terminal
 
 
 def test_printer_does_not_cut_words(capsys, monkeypatch):
-    """However a text is cut into pieces, and whatever the printer wrote before; control characters
-    do not reach the terminal."""
+    """However a text is cut into pieces, and whatever came before; nor shows control characters."""
 
     def shown(printer: Printer, pieces, cut: bool = False) -> str:
         printer.at_terminal = True
@@ -3204,8 +3205,7 @@ class Person:
         return self.sees(seen, lambda: os.kill(self.pid, signal.SIGWINCH))
 
     def sees(self, pattern: str, wake=lambda: None) -> str:
-        """What the program shows up to a match of the pattern. wake is called while it shows
-        nothing."""
+        """What is shown up to a match of the pattern. wake is called while there is nothing."""
         deadline = time.monotonic() + PATIENCE
         while not (match := re.search(pattern, self.unread)):
             if select.select([self.terminal], [], [], 1)[0]:
@@ -3845,8 +3845,6 @@ def test_serve_as_the_openai_package_asks(server):
 def test_session_names_of_dtypes_and_paths(tiny, monkeypatch, tmp_path):
     for name in "float32", torch.float32, "fp32":
         assert Session(tiny, dtype=name, device="cpu").model.dtype == torch.float32
-    with pytest.raises(ValueError, match="dtype is 'float8'"):
-        Session(tiny, dtype="float8", device="cpu")
     monkeypatch.chdir(tmp_path)
     assert Session("models/tales", device="cpu").model.checkpoint.folder == TALES
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fails(AssertionError("the hub")))
@@ -3855,8 +3853,6 @@ def test_session_names_of_dtypes_and_paths(tiny, monkeypatch, tmp_path):
     (tmp_path / "mine").mkdir()
     with pytest.raises(OSError, match="no folder mine/model here"):
         Session("mine/model")
-    with pytest.raises(TypeError, match="there is no setting 'tmep'; sampling has temp, "):
-        Session(tiny, device="cpu").generate("a", tmep=0)
 
 
 def test_stop_strings_with_control_tokens():
@@ -3916,20 +3912,8 @@ def test_families_equal_transformers(tmp_path, family, fp8, backend, monkeypatch
         assert (behind < 1e-4 * logits.std(1)).all(), behind
 
 
-def test_biases_of_routers(copy, cli):
-    """They are refused unless they are zeros."""
-    theirs = hugging_face_model(350, **FAMILIES["qwen 3 moe"])
-    theirs.save_pretrained(copy)
-    gate = "model.layers.1.mlp.gate"
-    spoil_tensors(lambda t: t.update({f"{gate}.bias": torch.zeros(6)}))(copy)
-    assert_equals_transformers(copy, theirs)
-    spoil_tensors(lambda t: t.update({f"{gate}.bias": torch.ones(6)}))(copy)
-    assert_refused(cli("-m", copy, "-p", "a"), f"{gate}.weight has a bias")
-
-
 def to_bin(folder: Path) -> None:
-    """With gaps in the strides, a tensor turned and one that is a parameter, all of which
-    torch.save keeps."""
+    """With gaps in the strides, a tensor turned and a parameter, all of which torch.save keeps."""
     tensors = load_file(folder / "model.safetensors")
     tensors = {name: torch.stack((t, t), -1)[..., 1] for name, t in tensors.items()}
     tensors[DOWN] = tensors[DOWN].t().contiguous().t()
@@ -3959,8 +3943,7 @@ META_NAMES = {  # how Meta calls what is named so in Hugging Face's layout, and 
 
 
 def to_meta(folder: Path, shards: int) -> None:
-    """Meta's own layout, written from its description: interleaved q and k, tensors split by column
-    or by row."""
+    """By Meta's description: interleaved q and k, tensors split by column or by row."""
     config = read_config(folder)
     half = config.head_dim // 2
     parts: list[dict] = [{} for _ in range(shards)]
@@ -4006,8 +3989,7 @@ def other_weights(folder: Path) -> None:
 
 
 def twice(folder: Path) -> None:
-    """A tensor in both shards, with other values in the one that the index does not name; names
-    that begin with "./"."""
+    """A tensor is also in the shard that the index does not name; names begin with "./"."""
     to_shards(folder, "safetensors")
     first, second = sorted(folder.glob("model-*.safetensors"))
     (name, tensor), *_ = load_file(first).items()
@@ -4178,15 +4160,15 @@ LEFT_OUT = dict(num_attention_heads=32, max_position_embeddings=None, num_key_va
 @pytest.mark.parametrize("family, fields", [
     *itertools.product(("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe"), [*SAID, LEFT_OUT]),
     *itertools.product(("Qwen2", "Qwen3"), WINDOWS), ("Qwen3Moe", SLIDING),
-    ("Llama", SLIDING | dict(max_window_layers=0)),
+    ("Llama", SLIDING | dict(max_window_layers=0)), ("Llama", dict(model_type=None)),
     ("Qwen3Moe", dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=48, norm_topk_prob=True)),
     ("Qwen3Moe", dict(num_local_experts=16)), ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=1)),
 ], ids=str)  # fmt: skip
 def test_config_fields_and_defaults(tmp_path, family, fields):
     """Absent fields have transformers' defaults. A window counts where a layer has it."""
-    given = {name: value for name, value in (GIVEN | fields).items() if value is not None}
-    said = given | {"model_type": family.lower().replace("3moe", "3_moe")}
-    (tmp_path / "config.json").write_text(json.dumps(said))
+    said = {"model_type": family.lower().replace("3moe", "3_moe")} | GIVEN | fields
+    given = {name: value for name, value in said.items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(given))
     ours = read_config(tmp_path)
     theirs = getattr(transformers, f"{family}Config")(**given)
     windows = {"sliding_attention"} & set(getattr(theirs, "layer_types", None) or [])
@@ -4239,7 +4221,8 @@ def test_biases_of_a_config(tmp_path, cli, family):
 @pytest.mark.parametrize("family, place", [
     ("gqa", "self_attn.q_proj"), ("gqa", "mlp.down_proj"), ("qwen 2.5", "self_attn.o_proj"),
     ("mistral nemo", "self_attn.v_proj"), ("mistral nemo", "mlp.gate_proj"), ("qwen 3", "mlp.up_proj"),
-    ("qwen 3 moe", "mlp.experts.5.up_proj"), ("mixtral", "block_sparse_moe.experts.0.w2"),
+    ("qwen 3 moe", "mlp.experts.5.up_proj"), ("qwen 3 moe", "mlp.gate"),
+    ("mixtral", "block_sparse_moe.experts.0.w2"),
 ])  # fmt: skip
 def test_biases_that_a_family_does_not_have(copy, cli, family, place):
     """They are refused unless they are zeros, whatever the flags say."""
@@ -4252,28 +4235,6 @@ def test_biases_that_a_family_does_not_have(copy, cli, family, place):
     assert_equals_transformers(copy, theirs)
     set_one(f"{name}.bias", 1e-3)(copy)
     assert_refused(cli("-m", copy, "-p", "a"), f"{name}.weight has a bias, and should have none")
-
-
-@pytest.mark.parametrize("fields, asked, size", [
-    (dict(), None, 256), (dict(), 0, 256), (dict(), 1, 1), (dict(), 300, 300),
-    (dict(max_position_embeddings=8192), None, 4096), (dict(max_position_embeddings=8192), 0, 8192),
-    (dict(model_type="mistral", max_position_embeddings=8192), None, 4096),
-    (dict(model_type="mistral", sliding_window=None), 5000, 5000),
-    (dict(model_type="mistral", sliding_window=99), 99, 99),
-])  # fmt: skip
-def test_sizes_of_the_context(copy, fields, asked, size):
-    """None: the model's own, but at most 4096; 0: the model's own, however large."""
-    edit(copy / "config.json", **fields)
-    assert load(copy, device="cpu", ctx_size=asked).ctx_size == size
-    with pytest.raises(ValueError, match="ctx_size is -1"):
-        load(copy, device="cpu", ctx_size=-1)
-
-
-def test_config_without_a_family_is_of_llama(copy):
-    expected = read_config(copy)
-    with changed_json(copy / "config.json") as value:
-        del value["model_type"]
-    assert load(copy, device="cpu").config == expected
 
 
 def test_config_eos_of_both_files(copy):
@@ -4296,8 +4257,7 @@ HASH = "a" * 40
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """The few responses of the Hugging Face hub that a download needs. files: those of the
-    repository someone/tiny."""
+    """What a download asks of the Hugging Face hub. files: those of someone/tiny."""
 
     files: dict[str, bytes]
     asked: list[str]
@@ -4363,8 +4323,7 @@ def hub(tiny, tmp_path, monkeypatch):
 
 
 def set_hub(monkeypatch, endpoint: str, cache: Path, offline: bool = False) -> None:
-    """Other settings for this process, where the library has read its environment already, and for
-    those it starts."""
+    """For this process, where the library has read its environment, and for those it starts."""
     values = dict(
         HF_ENDPOINT=endpoint, HF_HUB_CACHE=cache, HF_HUB_OFFLINE=int(offline), NO_PROXY="127.0.0.1"
     )
@@ -4428,7 +4387,6 @@ def test_hub_takes_what_a_folder_means_and_finishes_a_download(
     assert hub.fetched() == [last.name]
 
 
-NOT_THERE = "and the download from http://127.0.0.1:9 failed (Conn"
 GEMMA = {"config.json": b'{"model_type": "gemma2"}', "model.safetensors": b"x"}
 HUB_REFUSALS = {  # the hub, whether it is there, the repository: what the line says
     "gated": (dict(token="secret"), "", "tiny", "it is gated: accept its licence on its page, and set HF_TOKEN"),
@@ -4437,7 +4395,7 @@ HUB_REFUSALS = {  # the hub, whether it is there, the repository: what the line 
     "another kind": (dict(files={"a.Q4_0.gguf": b"x"}), "", "tiny:Q4_K_M", "holds no GGUF file of the kind Q4_K_M"),
     "unknown": ({}, "", "other", "no folder someone/other here, and no such repository on http://127.0.0.1:"),
     "offline": ({}, "offline", "tiny", "offline mode is enabled. To disable it, please unset the `HF_HUB_OFFLINE`"),
-    "not there": ({}, "not there", "tiny", NOT_THERE),
+    "not there": ({}, "not there", "tiny", "and the download from http://127.0.0.1:9 failed (Conn"),
 }  # fmt: skip
 
 
