@@ -2108,7 +2108,7 @@ def test_experts_equal_their_reference(dtype, form, T, guarded):
     "sizes", [(16, 32, 16, 4, 1), (32, 64, 128, 2, 3), (128, 16, 32, 4, 2)], ids=str
 )
 def test_grouped_products_do_not_depend_on_launch_sizes(sizes, monkeypatch):
-    monkeypatch.setattr(kernels, "grouped_sizes", lambda *_: launch.GroupedSizes(*sizes))
+    monkeypatch.setattr(experts, "grouped_sizes", lambda *_: launch.GroupedSizes(*sizes))
     check_experts(expert_arguments(40, 5, 2, 72, 88, torch.float16), torch.float16, None)
 
 
