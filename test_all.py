@@ -94,7 +94,7 @@ from extra import gguf as ggml
 from extra.hardware import check_memory, pick_dtype
 from extra.hub import local_checkpoint, pick_gguf
 from extra.int4 import INT4
-from extra.names import formats_of, layer_tensors, matrix_shapes, weight_bytes
+from extra.names import formats_of, layer_tensors, weight_bytes
 from extra.parallel import Ranks
 from extra.save import save
 from extra.speculation import Draft, Lookup, Pacer, Speculation
@@ -5641,7 +5641,7 @@ def small_gguf(tmp_path_factory) -> tuple[dict, dict]:
 def test_gguf_types_are_decoded(number):
     """Every bit. Scales that are not finite are refused."""
     kind, raw = QUANTS[number], random_blocks(number, 5, 768, std=1.0)
-    assert kind.name == gguf.GGMLQuantizationType(number).name and OTHER_TYPES == ggml.OTHER_TYPES
+    assert kind.name == gguf.GGMLQuantizationType(number).name
     assert torch.equal(schemes.from_blocks(kind, raw).decoded(), dequantised(number, raw))
     if kind.name.endswith("K"):
         raw[1, 4:16] = raw[1, 192:208] = 255  # scales of groups
@@ -5651,6 +5651,11 @@ def test_gguf_types_are_decoded(number):
         spoiled[1, at : at + 2] = torch.tensor([bad]).half().view(torch.uint8)
         with pytest.raises(ValueError, match="a scale that is NaN or infinite"):
             schemes.checked(schemes.from_blocks(kind, spoiled))
+
+
+def test_other_gguf_types_are_named():
+    kinds = {kind.value: kind.name for kind in gguf.GGMLQuantizationType}
+    assert {n: name for n, name in kinds.items() if n not in ggml.TYPES} == ggml.OTHER_TYPES
 
 
 def stored_in(format, N: int, K: int):
@@ -5732,60 +5737,56 @@ def assert_two_ranks_have(model, layer, format="held") -> None:
 
 
 OF_BYTES = dict(eos_token_id=258, bos_token_id=None)
+WIDE = dict(hidden_size=256, intermediate_size=512, moe_intermediate_size=512, head_dim=64)
 
 
-@pytest.mark.parametrize(
-    "family", ["llama 3.2", "granite code", "qwen 2.5, tied, longer", "qwen 3"]
-)
-def test_gguf_models_equal_transformers(tmp_path, family, monkeypatch):
+def give_blocks(theirs, tensors: dict) -> None:
+    """Give a model of transformers, which reads no files with experts, what a file's tensors stand
+    for. In files of the llamas the rows of q and k are in another order: neighbours are a pair."""
+    for stored, parameters in zip(tensors.values(), expert_by_expert(theirs).values(), strict=True):
+        if isinstance(stored, tuple):
+            parameters.copy_(dequantised(*stored).view(parameters.shape))
+    if gguf_arch(theirs.config) != "llama":
+        return
+    for layer in theirs.model.layers:
+        for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            heads = linear.weight.data.unflatten(0, (-1, 32, 2))
+            linear.weight.data = heads.transpose(1, 2).flatten(0, 2)
+
+
+@pytest.mark.parametrize("family", [
+    "llama 3.2", "granite code", "qwen 2.5, tied, longer", "qwen 3", "mixtral", "qwen 3 moe",
+])  # fmt: skip
+def test_gguf_models_equal_transformers(tmp_path, cli, family, monkeypatch):
     """Of all types, mixed also among wq, wk and wv; whole and by ranks, a few rows at a time."""
     monkeypatch.setattr(schemes, "AT_ONCE", 50 * 256)
-    fields = dict(hidden_size=256, intermediate_size=512, head_dim=64) | OF_BYTES
-    theirs = hugging_face_model(259, **FAMILIES[family] | fields)
+    theirs = hugging_face_model(259, **FAMILIES[family] | WIDE | OF_BYTES)
     kinds = random.sample([number for number in QUANTS if number != 12], len(QUANTS) - 1)
     # Q4_K, of the second layer's wo: of each of its blocks of 256, a rank would have a half
-    kinds.insert(3, 12)
-    made = gguf_metadata(theirs.config) | BYTES, gguf_tensors(theirs, kinds)
-    file = write_gguf(tmp_path / "a.gguf", *made)
-    read_gguf(theirs, file)
+    kinds.insert(1, 12)
+    metadata, tensors = gguf_metadata(theirs.config) | BYTES, gguf_tensors(theirs, kinds)
+    file = write_gguf(tmp_path / "a.gguf", metadata, tensors)
+    has_experts = FAMILIES[family].get("num_experts_per_tok")
+    if has_experts:
+        give_blocks(theirs, tensors)
+    else:
+        read_gguf(theirs, file)
     ours = assert_equals_transformers(file, theirs)
     every_type = "IQ4_NL, IQ4_XS, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K and Q8_0"
     assert ours.checkpoint.quantised == every_type
     assert (ours.config.dtype, ours.config.eos_ids) == (torch.bfloat16, (258, 257))
     whole, decoded = loaded(ours), loaded(ours, None)
-    for name, one, other in zip(matrix_shapes(ours.config), whole.matrices, decoded.matrices):
-        assert torch.equal(one.dense(), other.dense()) and not other.format, (name, one.format)
+    for one, other in zip(whole.matrices, decoded.matrices, strict=True):
+        assert torch.equal(one.dense(), other.dense()) and not other.format, one.format
     assert all(layer.wo.format and layer.w2.format for layer in whole.layers)
     if ours.config.n_kv_heads > 1:
         assert_two_ranks_have(ours, whole.layers[1])
-
-
-@pytest.mark.parametrize("family", ["mixtral", "qwen 3 moe"])
-def test_gguf_of_experts_equals_transformers(tmp_path, cli, family):
-    """Of several types; whole and by ranks."""
-    fields = dict(hidden_size=256, intermediate_size=512, moe_intermediate_size=512, head_dim=64)
-    theirs = hugging_face_model(259, **FAMILIES[family] | fields | OF_BYTES)
-    made = gguf_metadata(theirs.config) | BYTES, gguf_tensors(theirs, (2, 8, 12, 14, 20))
-    file = write_gguf(tmp_path / "a.gguf", *made)
-    pairs = made[0]["general.architecture"] == "llama"
-    for stored, parameters in zip(made[1].values(), expert_by_expert(theirs).values(), strict=True):
-        if isinstance(stored, tuple):
-            parameters.copy_(dequantised(*stored).view(parameters.shape))
-    for layer in theirs.model.layers if pairs else ():
-        for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj):
-            heads = linear.weight.data.unflatten(0, (-1, 32, 2))
-            linear.weight.data = heads.transpose(1, 2).flatten(0, 2)
-    ours = assert_equals_transformers(file, theirs)
-    assert ours.checkpoint.quantised == "IQ4_NL, Q4_0, Q4_K, Q6_K and Q8_0"
-    whole, decoded = loaded(ours), loaded(ours, None)
-    for one, other in zip(whole.matrices, decoded.matrices, strict=True):
-        assert torch.equal(one.dense(), other.dense())
-    assert_two_ranks_have(ours, whole.layers[1])
-    name = "blk.1.ffn_down_exps.weight"
-    count, (number, raw) = ours.config.n_experts, made[1][name]
-    write_gguf(file, made[0], made[1] | {name: (number, raw[:-1])})
-    few = f"{name} is [{count - 1}, 256, 512], but there must be {count} experts"
-    assert_refused(cli("-m", file, "-p", "a"), few)
+    if has_experts:
+        name = "blk.1.ffn_down_exps.weight"
+        count, (number, raw) = ours.config.n_experts, tensors[name]
+        write_gguf(file, metadata, tensors | {name: (number, raw[:-1])})
+        few = f"{name} is [{count - 1}, 256, 512], but there must be {count} experts"
+        assert_refused(cli("-m", file, "-p", "a"), few)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -5803,8 +5804,9 @@ def test_gguf_of_floats_is_as_any_checkpoint(tmp_path, cli, dtype):
     theirs.save_pretrained(tmp_path / "original")
     plain, options = assert_equals_transformers(file, theirs), dict(dtype="fp32", device="cpu")
     assert plain.checkpoint.dtype == dtype and plain.checkpoint.quantised == ""
-    both_files = (file, tmp_path / "original")
-    encoded, original = (load(name, format="e4m3", **options) for name in both_files)
+    encoded, original = (
+        load(name, format="e4m3", **options) for name in (file, tmp_path / "original")
+    )
     codes, same = (model.weights.layers[1].wqkv.tensors[0] for model in (encoded, original))
     assert torch.equal(codes, same)
     assert cli("-m", file, "--fp8", "--save", tmp_path / "saved", "--quiet")[:2] == (0, "")
@@ -5817,54 +5819,47 @@ def test_gguf_of_floats_is_as_any_checkpoint(tmp_path, cli, dtype):
 
 
 def test_gguf_from_the_command_line(tmp_path, cli):
-    """The same text as with the decoded weights, from a file, a folder and parts; a second loss is
-    refused."""
-    tales, one, part = HERE / "models/tales", tmp_path / "one", "parts/t-0000%d-of-00002.gguf"
-    model = transformers.AutoModelForCausalLM.from_pretrained(tales).float()
-    metadata = gguf_metadata(model.config) | sentencepiece_metadata(tales / "tokenizer.model")
-    tensors = gguf_tensors(model, (2, 8))
-    folder = Path(shutil.copytree(tales, tmp_path / "decoded"))
+    """The same text from a file, its folder, links and parts; a second loss is refused."""
+    model = hugging_face_model(259, intermediate_size=128, **OF_BYTES)
+    metadata, tensors = gguf_metadata(model.config) | BYTES, gguf_tensors(model, (2, 8))
+    one = tmp_path / "one"
     one.mkdir()
+    file = write_gguf(one / "a.gguf", metadata, tensors)
+    (one / "mmproj-a.gguf").touch()  # of a model that sees, and no model of its own
     (tmp_path / "parts").mkdir()
-    file = write_gguf(one / "tales.gguf", metadata, tensors)
-    read_gguf(model, file)
-    model.save_pretrained(folder)
+    parts = [tmp_path / f"parts/t-0000{i}-of-00002.gguf" for i in (1, 2)]
     split = {"split.count": numpy.uint16(2), "split.tensors.count": len(tensors)}
     for i, about in enumerate((metadata, {"general.architecture": "llama"})):
         about = about | split | {"split.no": numpy.uint16(i)}
-        write_gguf(tmp_path / (part % (i + 1)), about, dict([*tensors.items()][i::2]))
-    (one / "mmproj-a.gguf").touch()  # of a model that sees, and no model of its own
-    flags = ("-p", "The king", "-n", 20, "--temp", 0, "--repeat-penalty", 1, "--dtype", "fp32")
-    run_it = lambda name: cli("-m", name, *flags)
-    code, expected, _ = run_it(folder)
+        write_gguf(parts[i], about, dict([*tensors.items()][i::2]))
+    run_it = lambda name: cli("-m", name, "-p", "ab", "-n", 9, "-s", 1, "--dtype", "fp32")
+    expected = run_it(file)[1]
     said = "fp32 with q4_0 matrices (Q4_0 and Q8_0 in the file; others as floats)"
-    for name in (file, one, tmp_path / "parts", tmp_path / (part % 2)):
+    for name in (file, one, tmp_path / "parts", parts[1]):
         code, out, err = run_it(name)
         assert (code, out) == (0, expected), err
         assert f"running   {said} on cpu" in err and err.endswith(f"GB; {said}\n"), err
     lossy = "would lose precision a second time"
     for more in ["-p", "a", "--fp8"], ["-p", "a", "--int4"], ["--int4", "--save", tmp_path / "new"]:
-        its = "tales.gguf: its matrices are Q4_0 and Q8_0, and"
+        its = "a.gguf: its matrices are Q4_0 and Q8_0, and"
         assert_refused(cli("-m", file, *more), its, lossy)
     assert not (tmp_path / "new").exists()
     shutil.copy(file, one / "other.gguf")
-    assert_refused(run_it(one), "holds several models: take one of other.gguf, tales.gguf")
+    assert_refused(run_it(one), "holds several models: take one of a.gguf, other.gguf")
+    (one / "other.gguf").unlink()
     (tmp_path / "link.gguf").symlink_to(file)
     file.rename(tmp_path / "sha256-00")  # as Ollama names it
-    (one / "tales.gguf").symlink_to("../sha256-00")
-    (one / "other.gguf").unlink()
-    for name in ("link.gguf", "sha256-00", "one/tales.gguf", "one"):
+    file.symlink_to("../sha256-00")
+    for name in ("link.gguf", "sha256-00", "one/a.gguf", "one"):
         assert run_it(tmp_path / name)[:2] == (0, expected)
     # a template may be chosen by it
     assert local_checkpoint(str(tmp_path / "link.gguf")).name == "link.gguf"
-    first, second = (tmp_path / (part % i) for i in (1, 2))
-    kept = first.rename(tmp_path / "first.gguf")
-    assert_refused(run_it(tmp_path / "parts"), "No such file", "t-00001-of-00002.gguf")
-    kept.rename(first)
-    moved = second.rename(tmp_path / "second.gguf")
+    for missing, asked in itertools.permutations(parts):
+        kept = missing.rename(tmp_path / "x.gguf")
+        assert_refused(run_it(asked), "No such file", missing.name)
+        kept.rename(missing)
     named = "is one of 2 parts: its name must end in -00001-of-00002.gguf"
-    assert_refused(run_it(moved), named)
-    assert_refused(run_it(first), "No such file", "t-00002-of-00002.gguf")
+    assert_refused(run_it(parts[1].rename(tmp_path / "second.gguf")), named)
 
 
 def test_gguf_of_the_hub(hub, tmp_path, monkeypatch, small_gguf):
@@ -5928,11 +5923,6 @@ def string(text: bytes) -> bytes:
 HUGE = 1 << 62
 
 
-OTHER_TYPES = {
-    kind.value: kind.name for kind in gguf.GGMLQuantizationType if kind not in ggml.TYPES
-}
-
-
 # a file, or what is put into the metadata or among the tensors, None to leave it out: what the line
 # says
 BAD_GGUF = {
@@ -5957,9 +5947,7 @@ BAD_GGUF = {
     "control characters": (
         by_hand([(b"a\n\x1b[31m", (8,), 99, 0)]), "a ?[31m is unknown type 99, which is not supported"
     ),
-    **{f"of type {name}": (
-        by_hand([(b"w", (256,), number, 0)]), f"w is {name}, which is not supported: take a file of F32",
-    ) for number, name in OTHER_TYPES.items()},
+    "another type": (by_hand([(b"w", (256,), 39, 0)]), "w is MXFP4, which is not supported: take a file of F32"),
     "another architecture": ({"general.architecture": "gemma3"}, "architecture is 'gemma3', which is not supported"),
     "experts without their number a token": ({"llama.expert_count": 8}, "lacks the field num_experts_per_tok"),
     "no experts": (
@@ -6179,15 +6167,21 @@ def test_gguf_byte_pairs(name, tmp_path):
 # ---- extra/quants.py: quantised safetensors, packed as their formats' documents say
 
 
-def words(codes: torch.Tensor, order=range(8)) -> torch.Tensor:
-    """Eight 4-bit codes of a row to an int32, the first in its lowest bits."""
-    eight = codes.long().unflatten(1, (-1, 8))[..., list(order)]
-    return (eight << 4 * torch.arange(8)).sum(-1).to(torch.int32)
+def words(codes: torch.Tensor, bits: int = 4, order=None) -> torch.Tensor:
+    """Neighbouring codes of a row to an int32, the first in its lowest bits."""
+    count = 32 // bits
+    together = codes.long().unflatten(1, (-1, count))
+    if order:
+        together = together[..., order]
+    return (together << bits * torch.arange(count)).sum(-1).to(torch.int32)
 
 
-def codes_of(N: int, K: int, group: int, zeros=range(1, 17), dtype=torch.float16) -> tuple:
+def codes_of(
+    N: int, K: int, group: int, zeros=range(1, 17), dtype=torch.float16, bits: int = 4
+) -> tuple:
     """Random codes [N, K], scales and zero points [N, K / group], and what they stand for."""
-    codes, scale = torch.randint(16, (N, K)), (torch.rand(N, K // group) * 0.02 + 0.001).to(dtype)
+    codes = torch.randint(1 << bits, (N, K))
+    scale = ((torch.rand(N, K // group) + 0.05) * 0.32 / (1 << bits)).to(dtype)
     zero = torch.tensor(zeros)[torch.randint(len(zeros), scale.shape)]
     values = (codes.unflatten(1, (-1, group)) - zero[..., None]) * scale.float()[..., None]
     return codes, scale, zero, values.flatten(1)
@@ -6195,30 +6189,21 @@ def codes_of(N: int, K: int, group: int, zeros=range(1, 17), dtype=torch.float16
 
 def pack_awq(N: int, K: int) -> tuple[dict, torch.Tensor]:
     codes, scale, zero, values = codes_of(N, K, 64, range(16))
-    qweight, qzeros = (words(t.t(), (0, 2, 4, 6, 1, 3, 5, 7)) for t in (codes, zero))
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    qweight, qzeros = (words(t.t(), order=order) for t in (codes, zero))
     return dict(qweight=qweight, qzeros=qzeros, scales=scale.t()), values
 
 
-def pack_gptq(N: int, K: int, group: int = 32, less: int = 1, zeros=range(16)):
+def pack_gptq(N: int, K: int, group: int = 32, less: int = 1, zeros=range(16), bits: int = 4):
     """less: 1 in version 1, subtracted from whole words of zero points. group: 0 for one a row and
     no indices."""
-    codes, scale, zero, values = codes_of(N, K, group or K, zeros)
-    found = dict(qweight=words(codes).t(), scales=scale.t(), bias=torch.zeros(N))
-    found["qzeros"] = words(zero.t()) - less * 0x11111111
+    codes, scale, zero, values = codes_of(N, K, group or K, zeros, bits=bits)
+    found = dict(qweight=words(codes, bits).t(), scales=scale.t(), bias=torch.zeros(N))
+    ones = sum(1 << place for place in range(0, 32, bits))
+    found["qzeros"] = words(zero.t(), bits) - less * ones
     if group:
         found["g_idx"] = torch.arange(K, dtype=torch.int32) // group
     return found, values
-
-
-def pack_gptq8(N: int, K: int, zeros=(128,)) -> tuple[dict, torch.Tensor]:
-    """Of 8 bits: four bytes in a word."""
-    codes = torch.randint(256, (N, K))
-    scale = (torch.rand(N, K // 128) * 0.002 + 0.0001).half()
-    zero = torch.tensor(zeros)[torch.randint(len(zeros), scale.shape)]
-    values = (codes.unflatten(1, (-1, 128)) - zero[..., None]) * scale.float()[..., None]
-    in_words = lambda t: t.to(torch.uint8).flatten().view(torch.int32).view(len(t), -1)
-    found = dict(qweight=in_words(codes).t(), qzeros=in_words(zero.t() - 1), scales=scale.t())
-    return found, values.flatten(1)
 
 
 def pack_w4a16(N: int, K: int, symmetric: bool = True) -> tuple[dict, torch.Tensor]:
@@ -6262,7 +6247,10 @@ QUANTISED = {  # quantization_config, how a matrix is packed, the format that ho
     "GPTQ, version 2": (GPTQ | {"checkpoint_format": "gptq_v2"}, partial(pack_gptq, less=0), quants.WITH_ZEROS[32]),
     "GPTQ, mislabelled": (GPTQ, partial(pack_gptq, less=0, zeros=[8]), quants.WITH_ZEROS[32]),
     "GPTQ, a group a row": (GPTQ | {"group_size": -1}, partial(pack_gptq, group=0), quants.WITH_ZEROS[128]),
-    "GPTQ, 8 bits": (GPTQ | dict(bits=8, group_size=128, dynamic={"-:.*lm_head": {}}), pack_gptq8, quants.Q8_0),
+    "GPTQ, 8 bits": (
+        GPTQ | dict(bits=8, group_size=128, dynamic={"-:.*lm_head": {}}),
+        partial(pack_gptq, group=128, zeros=[128], bits=8), quants.Q8_0,
+    ),
     "W4A16": (PACKED(), pack_w4a16, quants.WITH_ZEROS[128]),
     "W4A16 with zero points": (
         PACKED(symmetric=False), partial(pack_w4a16, symmetric=False), quants.WITH_ZEROS[128],
