@@ -2291,8 +2291,9 @@ def test_sampling_of_the_checkpoint(cli, copy):
     _, same, err = run(*same_flags)
     assert own == same and "sampling  " not in err
     assert "sampling  top-p 0.5 (" in run("--repeat-penalty", 1, "--temp", 0)[2]
-    edit(file, min_p=0.3)
-    assert "min-p 0.3, " in run()[2]
+    edit(file, min_p=0.3, top_k=7)
+    said = "temp 0, top-k 7, top-p 0.5, min-p 0.3, repeat-penalty 1.5, repeat-last-n -1"
+    assert f"sampling  {said} (the checkpoint's" in run()[2]
     assert "min-p" not in run("--min-p", 0)[2].partition("sampling")[2]
     edit(file, top_p=2)
     assert_refused(run(), "generation_config.json: top_p is 2; it must be a number from 0 to 1")
@@ -2503,6 +2504,8 @@ def test_flags_that_are_not_given():
         mode="text", output="text", quiet=False, model=str(cli_module.DEFAULT_MODEL),
     )  # fmt: skip
     assert {name: args[name] for name in expected} == expected
+    usual = dict(temp=0.8, top_k=40, top_p=0.95, min_p=0.05, repeat_penalty=1, repeat_last_n=64)
+    assert vars(Sampling()) == usual | {"seed": 0}
     seeds = {run.parse_args(flags).seed for flags in ([], [], ["-s", "-1"], ["-s", "-1"])}
     assert len(seeds) == 4 and min(seeds) >= 0, "a random seed is another one each time"
     assert run.parse_args(["--fp8"]).format == "e4m3"
