@@ -7457,29 +7457,26 @@ def test_kernels_cost():
     assert cost("rmsnorm_linear", halves, 1)[0] == 2 * (10 * 8 + 8 + 8) + 4 * 10
 
 
-@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
-def test_kernels_of_a_family(dev_cli, tmp_path, family):
+@pytest.mark.parametrize("family, own", [("Qwen2", "qkv_bias"), ("Qwen3", "qk_norm")])
+def test_kernels_of_a_family(dev_cli, tmp_path, family, own):
     """Of a config.json: it has the tensors of its family, every op runs, and transformers gets the
     same shapes."""
-    sizes = dict(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, vocab_size=70,
-    )  # fmt: skip
-    getattr(transformers, f"{family}Config")(**sizes).save_pretrained(tmp_path)
+    sizes = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, vocab_size=70)
+    config = getattr(transformers, f"{family}Config")(**sizes, num_key_value_heads=2, head_dim=8)
+    config.save_pretrained(tmp_path)
     args = flags_of_bench("-t", 1, "-m", f"random:{tmp_path}/config.json:2")
     model = bench.open_model(args, "fp32", 16, "none")
-    layer = {name for name, value in vars(model.weights.layers[0]).items() if value is not None}
     assert len(model.weights.layers) == 2
-    own = {"index", "router_gain"}  # numbers, not tensors
-    assert layer - own == {tensor.field for tensor in layer_tensors(model.config)}
-    assert layer & {"qkv_bias", "qk_norm"} == {"qkv_bias" if family == "Qwen2" else "qk_norm"}
+    layer = model.weights.layers[0]
+    assert all(getattr(layer, t.field) is not None for t in layer_tensors(model.config))
+    assert [name for name in ("qkv_bias", "qk_norm") if getattr(layer, name) is not None] == [own]
     theirs = compare.transformers_model(args, torch.float32, torch.device("cpu"))
     assert theirs.config.model_type == family.lower() and theirs.config.num_hidden_layers == 2
-    flags = "-p 4 -d 0,7 -o jsonl -t 1".split()
+    flags = "-p 4 -d 7 -o jsonl -t 1".split()
     code, out, err = dev_cli(op_table, "-m", args.model, *flags)
     prompt = "rmsnorm rmsnorm_qkv_rope attention wo w2 rmsnorm_swiglu".split()
     expected = [(op, 1, 100) for op in (*prompt, "rmsnorm_linear", "sample")]
-    expected += [(op, 4, depth) for depth in (0, 7) for op in prompt]
+    expected += [(op, 4, 7) for op in prompt]
     found = [(row["op"], row["tokens"], row["depth"]) for row in objects(out)]
     assert code == 0 and found == expected and "bound by: " in err, err
 
@@ -7502,7 +7499,7 @@ def test_kernels_equal_plain_pytorch(tiny_model):
     assert ours["rmsnorm_linear"](0).isfinite().all()
 
 
-def test_compare_with_transformers(dev_cli, tiny, tiny_saved, hub, monkeypatch):
+def test_compare_with_transformers(dev_cli, tiny, tiny_saved, monkeypatch):
     """Beside each of our rows, in the same dtype, theirs. A prompt takes a second, each of our
     steps a quarter of one, and what transformers generates a second for each token there is."""
 
@@ -7512,43 +7509,33 @@ def test_compare_with_transformers(dev_cli, tiny, tiny_saved, hub, monkeypatch):
 
     monkeypatch.setattr(bench, "wall_times", wall_times)
     monkeypatch.setattr(bench, "generation_speeds", lambda *_: [4.0])
-    names = {"pp4": ["transformers"], "tg2": ["transformers, eager", "transformers, static cache"]}
-
-    def rows_of_both(model, *flags) -> tuple[list[tuple], str]:
-        quick = ["-p", "4", "-n", "2", "-r", "1", "-o", "json"]
-        result = dev_cli(compare, "-m", model, *quick, *flags)
-        keys = ("dtype", "format", "test", "backend", "tokens_per_s", "ratio")
-        return [tuple(row[key] for key in keys) for row in rows_of(result)], result[2]
-
-    axes = ["--dtype", "fp32,bf16", "--format", "none,e4m3", "-d", "0,9"]
-    rows, _ = rows_of_both(f"random:{tiny / 'config.json'}", *axes)
-    ours = [row for row in rows if row[3] == "torch"]
-    assert len(ours) == 2 * 2 * 4 and {row[4:] for row in ours} == {(4.0, None)}
-    expected = []
-    for dtype, format, test, *_ in ours:
-        speed, ratio = (4.0, 1.0) if test[:2] == "pp" else (1.0, 4.0)
-        for name in names[test[:3]] if format == "none" else ():
-            expected.append((dtype, format, test, name, speed, ratio))
-    assert [row for row in rows if row[3] != "torch"] == expected
-    rows, said = rows_of_both(tiny_saved)
-    assert "transformers is not measured: it needs --format none" in said
-    assert [row[3] for row in rows] == ["torch"] * 2, "it cannot read this model"
-    rows, _ = rows_of_both("someone/tiny")
-    assert [row[3] for row in rows[2:]] == ["transformers", *names["tg2"]]
-    hub.asked.clear()
-    rows_of_both("someone/tiny")
-    assert not hub.asked, "downloaded, and then the hub is not asked again"
+    flags = "-p 4 -n 2 -r 1 -d 9 -o json".split()
+    models = ("-m", f"random:{tiny / 'config.json'}", "-m", tiny)
+    rows = rows_of(dev_cli(compare, *models, *flags, "--format", "none,e4m3"))
+    keys = ("format", "test", "backend", "tokens_per_s", "ratio")
+    assert [tuple(row[key] for key in keys) for row in rows] == 2 * [
+        ("none", "pp4 @ d9", "torch", 4.0, None),
+        ("none", "tg2 @ d9", "torch", 4.0, None),
+        ("e4m3", "pp4 @ d9", "torch", 4.0, None),
+        ("e4m3", "tg2 @ d9", "torch", 4.0, None),
+        ("none", "pp4 @ d9", "transformers", 4.0, 1.0),
+        ("none", "tg2 @ d9", "transformers, eager", 1.0, 4.0),
+        ("none", "tg2 @ d9", "transformers, static cache", 1.0, 4.0),
+    ]
+    result = dev_cli(compare, "-m", tiny_saved, *flags)
+    assert "transformers is not measured: it needs --format none" in result[2]
+    assert [row["backend"] for row in rows_of(result)] == ["torch"] * 2
 
 
 def test_steps_rows(dev_cli, tiny, tiny_model, monkeypatch):
+    """Each kernel starts a second before the one before it ends, but for the last, which starts a
+    second later."""
     code, out, err = dev_cli(steps, "-m", tiny, "-p", 4)
     assert "the Triton kernels need a GPU" in err and "| rmsnorm_swiglu: " in out
     assert code == 0 and out.count("overall efficiency") == 2 and "gaps between kernels" in out
     monkeypatch.setattr(bench, "read_ceiling", lambda _: 1e9)
-    monkeypatch.setattr(bench, "product_ceiling", lambda *_: 1e12)
     layer = ["_vector_kernel", "_attention_kernel", *["_vector_kernel"] * 3]
     step = ["_embedding_kernel", *layer * 2, "_vector_kernel", "_sample_best_kernel"]
-    # each starts a second before the one before it ends, but for the last, a second later
     events = [steps.Event(name, 2.0 * i, 2.0 * i + 3) for i, name in enumerate(step[:-1])]
     events.append(steps.Event(step[-1], events[-1].end + 1, events[-1].end + 2))
     rows, ms, gaps, _ = steps.profile_rows(events, tiny_model, 1, 100)
@@ -7559,9 +7546,12 @@ def test_steps_rows(dev_cli, tiny, tiny_model, monkeypatch):
     w2 = next(row for row in rows if row["kernel"].startswith("w2"))
     moved = 2 * op_table.cost("w2", tiny_model, 1)[0]
     assert w2["% of read"] == pytest.approx(100 * moved / 1e9 / (1e-3 * w2["ms"]))
+
+
+def test_passes_rows(dev_cli, tiny):
     flags = ("-T", "2,5", "--dtype", "fp32", "-d", 7, "-o", "json")
-    passes = rows_of(dev_cli(dev_passes, "-m", tiny, *flags))
-    assert [row["tokens"] for row in passes] == [1, 2, 5] and passes[0]["ratio"] == 1
+    rows = rows_of(dev_cli(dev_passes, "-m", tiny, *flags))
+    assert [row["tokens"] for row in rows] == [1, 2, 5] and rows[0]["ratio"] == 1
 
 
 def test_picture_of_the_readme(capfd, monkeypatch, tmp_path):
@@ -7613,23 +7603,21 @@ WRONG = {  # a case that goes wrong: what the fuzzer says of it
 }
 
 
-def reports(act) -> int:
-    """What run.main does with --debug."""
-    try:
-        act()
-    except Exception:
-        traceback.print_exc()
-        return 1
-    return 0
-
-
 @pytest.mark.parametrize("how", WRONG)
 def test_fuzz_notices(how, monkeypatch):
     act, expected = WRONG[how]
 
+    def main() -> int:  # as that of run.py with --debug
+        try:
+            act()
+        except Exception:
+            traceback.print_exc()
+            return 1
+        return 0
+
     def kind(rng, bases, place) -> bool:
         fuzz.watched.folder = str(place)
-        return fuzz.ends_well(lambda: reports(act))
+        return fuzz.ends_well(main)
 
     monkeypatch.setattr(fuzz, "KINDS", {kind: 1})
     outcomes, failures = fuzz.run_cases([SEED], {}, limit=1 if how == "no end" else PATIENCE)
