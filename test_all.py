@@ -5533,36 +5533,31 @@ BYTES = {  # a vocabulary of one token a byte
 }
 
 
+# what llama.cpp's convert_hf_to_gguf.py writes for a model of transformers, and its fields there
+GGUF_KEYS = {
+    "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads", "attention.key_length": "head_dim",
+    "attention.head_count_kv": "num_key_value_heads", "attention.value_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}  # fmt: skip
+SCALING_KEYS = {
+    "type": "rope_type", "factor": "factor", "yarn_beta_fast": "beta_fast",
+    "original_context_length": "original_max_position_embeddings", "yarn_beta_slow": "beta_slow",
+}  # fmt: skip
+
+
 def gguf_metadata(config) -> dict:
-    """What llama.cpp's convert_hf_to_gguf.py writes for a model of transformers."""
-    rope, floats, D = config.rope_parameters, numpy.float32, getattr(config, "head_dim", None)
-    said = {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": floats(config.rms_norm_eps),
-        "rope.freq_base": floats(rope["rope_theta"]),
-    } | ({"attention.key_length": D, "attention.value_length": D} if D else {})
+    said = {key: getattr(config, name, None) for key, name in GGUF_KEYS.items()}
+    rope = config.rope_parameters
+    said["rope.freq_base"] = rope["rope_theta"]
     if rope["rope_type"] in ("linear", "yarn"):
-        original = rope.get("original_max_position_embeddings", 1)
-        said |= {
-            "rope.scaling.type": rope["rope_type"],
-            "rope.scaling.factor": floats(rope["factor"]),
-            "rope.scaling.original_context_length": original,
-        }
-        for name in ("beta_fast", "beta_slow"):
-            if rope.get(name):
-                said[f"rope.scaling.yarn_{name}"] = floats(rope[name])
-    if getattr(config, "num_experts", None):
-        said["expert_count"] = config.num_experts
-        said["expert_used_count"] = config.num_experts_per_tok
-        if config.model_type == "qwen3_moe":
-            said["expert_feed_forward_length"] = config.moe_intermediate_size
+        said |= {f"rope.scaling.{key}": rope.get(name) for key, name in SCALING_KEYS.items()}
     arch = gguf_arch(config)
-    return {"general.architecture": arch} | {f"{arch}.{k}": v for k, v in said.items()}
+    found = {f"{arch}.{key}": value for key, value in said.items() if value is not None}
+    return {"general.architecture": arch} | found
 
 
 def random_blocks(number: int, N: int, K: int, std: float = 0.1) -> torch.Tensor:
@@ -6023,29 +6018,29 @@ def test_bad_gguf_is_one_line(cli, tmp_path, small_gguf, how):
     assert_refused(said, "a.gguf", message)
 
 
-F32, ROPE, LINEAR8 = numpy.float32, "rope.scaling.", (8.0,) * 8
-YARN_GGUF = {f"{ROPE}type": "yarn", f"{ROPE}factor": F32(8), f"{ROPE}original_context_length": 64}
+ROPE, LINEAR8 = "rope.scaling.", (8.0,) * 8
+YARN_GGUF = {f"{ROPE}type": "yarn", f"{ROPE}factor": 8.0, f"{ROPE}original_context_length": 64}
 DIVISORS = torch.linspace(1, 8, 8)
 IDS = "tokenizer.ggml."
 # what llama.cpp's converter writes beside the sizes (the names of the first block follow that of
 # the family; None: it was left out), and what of our Config follows from it
 GGUF_FIELDS = [
-    ({}, dict(rope_theta=5e5, rope_factors=(), rope_gain=1, norm_eps=F32(1e-6), head_dim=16,
+    ({}, dict(rope_theta=5e5, rope_factors=(), rope_gain=1, norm_eps=1e-6, head_dim=16,
               max_seq_len=256, sliding_window=None, eos_ids=(258, 257), bos_id=None)),
     ({"rope.freq_base": None}, dict(rope_theta=1e4)),
-    ({"rope.freq_base": F32(1e6)}, dict(rope_theta=1e6)),
-    ({"attention.layer_norm_rms_epsilon": F32(1e-5)}, dict(norm_eps=F32(1e-5))),
+    ({"rope.freq_base": 1e6}, dict(rope_theta=1e6)),
+    ({"attention.layer_norm_rms_epsilon": 1e-5}, dict(norm_eps=1e-5)),
     ({"attention.head_count_kv": None}, dict(n_kv_heads=4)),
     ({"attention.sliding_window": 64}, dict(sliding_window=64)),
     ({"attention.sliding_window": 0}, dict(sliding_window=None)),
     ({"rope.dimension_count": 16, "vocab_size": 259}, dict(head_dim=16, vocab_size=259)),
-    ({f"{ROPE}factor": F32(8)}, dict(rope_factors=LINEAR8, rope_gain=1)),
-    ({"rope.scale_linear": F32(8)}, dict(rope_factors=LINEAR8, rope_gain=1)),
-    ({f"{ROPE}type": "linear", f"{ROPE}factor": F32(1)}, dict(rope_factors=())),
-    ({f"{ROPE}type": "none", f"{ROPE}factor": F32(8)}, dict(rope_factors=())),
-    ({f"{ROPE}attn_factor": F32(0.5)}, dict(rope_factors=(), rope_gain=0.5)),
+    ({f"{ROPE}factor": 8.0}, dict(rope_factors=LINEAR8, rope_gain=1)),
+    ({"rope.scale_linear": 8.0}, dict(rope_factors=LINEAR8, rope_gain=1)),
+    ({f"{ROPE}type": "linear", f"{ROPE}factor": 1.0}, dict(rope_factors=())),
+    ({f"{ROPE}type": "none", f"{ROPE}factor": 8.0}, dict(rope_factors=())),
+    ({f"{ROPE}attn_factor": 0.5}, dict(rope_factors=(), rope_gain=0.5)),
     (YARN_GGUF, dict(rope_gain=1 + 0.1 * 2.0794415416798357)),
-    (YARN_GGUF | {f"{ROPE}attn_factor": F32(0.5)}, dict(rope_gain=0.5 + 0.05 * 2.0794415416798357)),
+    (YARN_GGUF | {f"{ROPE}attn_factor": 0.5}, dict(rope_gain=0.5 + 0.05 * 2.0794415416798357)),
     ({f"{IDS}bos_token_id": 3, f"{IDS}eot_token_id": 0}, dict(bos_id=3, eos_ids=(258, 0, 257))),
     ({f"{IDS}eos_token_id": None, f"{IDS}eom_token_id": 5}, dict(eos_ids=(5, 257, 258))),
     ({f"{IDS}add_bos_token": True, "general.file_type": 1, "general.quantization_version": 2,
