@@ -4962,23 +4962,18 @@ TEXTS = {  # what our templates write, after bos, of a talk with and one without
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_template_texts(tiny, name):
+    """A system prompt within a talk is refused where only the first has a place."""
     t = Tokenizer(tiny, chat_template=name)
     prompt = t.chat_prompt(conversation("U", "A", "V", system="S"))
     assert prompt.text == "<s>" + TEXTS[name]
     # control tokens, and between them what SentencePiece makes of the text
-    parts = re.split("(</?s>)", TEXTS[name])
     ids = [t.bos]
-    for part in parts:
+    for part in re.split("(</?s>)", TEXTS[name]):
         ids += [t.control[part]] if part in t.control else t.vocabulary.sp.encode(part)
     assert prompt.ids == ids
-
-
-@pytest.mark.parametrize("name", ["llama2", "mistral"])
-def test_a_system_prompt_within_a_talk_is_no_answer(tiny, name):
-    t = Tokenizer(tiny, chat_template=name)
-    late = {"role": "system", "content": "S"}
-    with pytest.raises(ValueError, match="the chat template says: a system prompt comes first"):
-        t.chat_prompt([*conversation("U", "A"), late, *conversation("V")])
+    if name in ("llama2", "mistral"):
+        with pytest.raises(ValueError, match="chat template says: a system prompt comes first"):
+            t.chat_prompt(conversation("U", "A") + conversation("V", system="S"))
 
 
 def test_find_template(tmp_path):
@@ -5139,29 +5134,32 @@ def test_candidates_for_a_vocabulary(tmp_path):
         assert ours.apply_chat_template(chat, False) == expected
 
 
-def test_unknown_and_normalized_tokens(tmp_path):
-    """The unknown token of Unigram is not mistaken for a typed control token, and a token that is
-    matched in normalised text has taken the space of what follows, as in the library."""
-    m = tokenizers.models
-    unigram = tokenizers.Tokenizer(m.Unigram([("<unk>", 0.0), ("\u2581", -1.0), ("a", -2.0)], 0))
-    unigram.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-    unigram.decoder = tokenizers.decoders.Metaspace()
-    unigram.add_special_tokens(["<unk>"])
-    unigram.save(str(tmp_path / "tokenizer.json"))
+def test_unknown_tokens_of_unigram(tmp_path):
+    """They are not mistaken for typed control tokens."""
+    pieces = [("<unk>", 0.0), ("\u2581", -1.0), ("a", -2.0)]
+    own = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, 0))
+    own.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    own.decoder = tokenizers.decoders.Metaspace()
+    own.add_special_tokens(["<unk>"])
+    own.save(str(tmp_path / "tokenizer.json"))
     for text in ("a\n\na", "日本語 a", "aé"):
-        own = unigram.encode(text, add_special_tokens=False).ids
-        assert Tokenizer(tmp_path).encode(text, bos=False) == own
+        ids = own.encode(text, add_special_tokens=False).ids
+        assert Tokenizer(tmp_path).encode(text, bos=False) == ids
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_control_tokens_in_normalised_text(tmp_path, normalized):
+    """A token that is matched there has taken the space of what follows, as in the library."""
     vocab = {piece: i for i, piece in enumerate(["<unk>", "\u2581", *"abx<>|"])}
-    t = tokenizers.Tokenizer(m.BPE(vocab, [], unk_token="<unk>"))
+    own = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>"))
     n, d = tokenizers.normalizers, tokenizers.decoders
-    t.normalizer = n.Sequence([n.Prepend("\u2581"), n.Replace(" ", "\u2581")])
-    t.decoder = d.Replace("\u2581", " ")
+    own.normalizer = n.Sequence([n.Prepend("\u2581"), n.Replace(" ", "\u2581")])
+    own.decoder = d.Replace("\u2581", " ")
+    own.add_tokens([tokenizers.AddedToken("<|x|>", normalized=normalized)])
+    own.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text("<|x|>{{ messages[0].content }}")
-    for normalized in (True, False):
-        t.add_tokens([tokenizers.AddedToken("<|x|>", normalized=normalized)])
-        t.save(str(tmp_path / "tokenizer.json"))
-        ids = Tokenizer(tmp_path).apply_chat_template(conversation("ab"))
-        assert ids == t.encode("<|x|>ab", add_special_tokens=False).ids
+    ids = Tokenizer(tmp_path).apply_chat_template(conversation("ab"))
+    assert ids == own.encode("<|x|>ab", add_special_tokens=False).ids
 
 
 def test_user_defined_turn_marks(tmp_path):
@@ -6400,8 +6398,7 @@ BAD_QUANTISED = {  # a checkpoint, how it is changed, what the line says
     ),
     "other blocks": (*config_with("FP8, blocks", weight_block_size=[64, 64]), "as fp8 with weight_block_size [64, 64]"),
     "8 bits": (*config_with("W4A16", **PACKED(num_bits=8)), "pack-quantized with num_bits 8"),
-    **{name: (*config_with("AWQ", quant_method=name), f"as {name}, which is not supported")
-       for name in ("exl2", "exl3", "bitsandbytes", "hqq")},
+    "another method": (*config_with("AWQ", quant_method="exl3"), "as exl3, which is not supported"),
     "int8": (*config_with("W4A16", format="int-quantized"), "as int-quantized, which is not supported"),
 }  # fmt: skip
 
@@ -7137,33 +7134,33 @@ def test_launchers_refuse_strides():
 
 
 def test_launch_sizes_of_the_nearest_card(monkeypatch, tmp_path):
-    """Cards take the sizes of the nearest one below, and its tiles have to fit into the shared
-    memory of each. Scales take up to a fifth as much as codes."""
+    """Those of the nearest card below. launch.json is as the tuner writes it; otherwise what was
+    not tuned would change with the next tuning."""
     found = [launch.nearest({0: "a", 80: "b", 90: "c"}, key) for key in (0, 79, 80, 89, 120)]
     assert found == ["a", "a", "b", "b", "c"]
     launch.tables()  # which keeps what is in the file
     monkeypatch.setattr(launch, "TABLES_FILE", tmp_path / "launch.json")
     launch.save_tables()
-    unchanged = (tmp_path / "launch.json").read_text() == (HERE / "launch.json").read_text()
-    assert unchanged, "launch.json is not as the tuner writes it: what was not tuned would change"
+    assert (tmp_path / "launch.json").read_text() == (HERE / "launch.json").read_text()
+
+
+@pytest.mark.parametrize("arch", [0, *ARCHITECTURES])
+def test_launch_sizes_fit_the_kernels_and_the_card(monkeypatch, arch):
+    """Its tiles have to fit into the shared memory. Scales take up to a fifth as much as codes."""
+    monkeypatch.setattr(launch, "capability", lambda device: arch)
     ops = (*PRODUCTS, "an op of one's own")
-    every = itertools.product((4, 6, 8, 16, 32), ops, (64, 4096, 11008))
-    for arch, (bits, op, columns) in itertools.product((0, 80, 86, 89, 90, 100, 120), every):
-        monkeypatch.setattr(launch, "capability", lambda device, arch=arch: arch)
-        for sizes in (launch.vector_sizes, launch.stream_sizes):
-            rows = sizes(DEVICE, bits, op, columns).rows
-            # others have pairs of rows
-            assert rows % 2 == 0 or sizes is launch.stream_sizes and op == "linear_add"
+    for bits, op, columns in itertools.product((4, 6, 8, 16, 32), ops, (64, 4096, 11008)):
+        asked = DEVICE, bits, op, columns
+        assert launch.vector_sizes(*asked).rows % 2 == 0
+        assert op == "linear_add" or launch.stream_sizes(*asked).rows % 2 == 0, "pairs of rows"
         for tokens in (8, 16):
-            few = launch.few_sizes(DEVICE, bits, op, columns, tokens)
+            few = launch.few_sizes(*asked, tokens)
             assert few is None or few.lanes <= 4 * few.steps and few.rows % 8 == 0 and few.ahead > 0
-    for arch, kilobytes in ARCHITECTURES.items():
-        monkeypatch.setattr(launch, "capability", lambda device, arch=arch: arch)
-        for bits, op, columns in itertools.product((4, 6, 8), PRODUCTS, range(64, 30_000, 192)):
-            sizes = launch.stream_sizes(DEVICE, bits, op, columns)
-            block = kernels.stream_block(sizes.block, columns)
-            held = (sizes.stages - 1) * sizes.rows * -(-columns // block) * block * 1.2 * bits / 8
-            assert held < kilobytes * 1024, (arch, bits, op, columns)
+    for bits, op, columns in itertools.product((4, 6, 8), PRODUCTS, range(64, 30_000, 192)):
+        sizes = launch.stream_sizes(DEVICE, bits, op, columns)
+        block = kernels.stream_block(sizes.block, columns)
+        held = (sizes.stages - 1) * sizes.rows * -(-columns // block) * block * 1.2 * bits / 8
+        assert arch == 0 or held < ARCHITECTURES[arch] * 1024, (bits, op, columns)
 
 
 # ---- bench.py
