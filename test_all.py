@@ -6489,6 +6489,10 @@ CALL = st.tuples(
 )
 @hypothesis.example(way="draft of itself", in_graphs=True, calls=[([5] * 9, 80, "penalty", 3)] * 2)
 @hypothesis.example(way="another draft", in_graphs=False, calls=[([5, 6], 7, "eos", None)] * 3)
+@hypothesis.example(
+    way="draft of itself", in_graphs=False,
+    calls=[([5] * length, 80, "greedy", None) for length in range(1, 9)],  # to a full context
+)  # fmt: skip
 def test_proposals_and_interrupted_speculation_do_not_change_the_text(exact, way, in_graphs, calls):
     """Several texts on one state with one way to propose: each is what a state of its own gives
     without proposals, and whoever stops early leaves the state with exactly what came before."""
