@@ -4898,6 +4898,7 @@ def test_tokenizer_round_trip(tiny, text, before):
 )  # fmt: skip
 @hypothesis.example(text="ab", cuts=[], stops=["bc"])
 @hypothesis.example(text="aab", cuts=[1, 2], stops=["ab", "aac"])
+@hypothesis.example(text="xINST", cuts=[], stops=["xINS", "N"])  # a token in which both end
 def test_stop_strings_across_tokens(tiny, text, cuts, stops):
     """The one that ends first counts, however the text is cut into tokens; of those that end
     together, the longest. What only begins like one is shown, at the latest at the end."""
@@ -4963,7 +4964,8 @@ TEXTS = {  # what our templates write, after bos, of a talk with and one without
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_template_texts(tiny, name):
-    """A system prompt within a talk is refused where only the first has a place."""
+    """What is no conversation is refused, as is a system prompt within one where only the first has
+    a place."""
     t = Tokenizer(tiny, chat_template=name)
     prompt = t.chat_prompt(conversation("U", "A", "V", system="S"))
     assert prompt.text == "<s>" + TEXTS[name]
@@ -4972,6 +4974,9 @@ def test_template_texts(tiny, name):
     for part in re.split("(</?s>)", TEXTS[name]):
         ids += [t.control[part]] if part in t.control else t.vocabulary.sp.encode(part)
     assert prompt.ids == ids
+    for wrong in ([], ["U"], [{"role": "user"}]):
+        with pytest.raises(TypeError, match="a conversation is a list of dicts"):
+            t.apply_chat_template(wrong)
     if name in ("llama2", "mistral"):
         with pytest.raises(ValueError, match="chat template says: a system prompt comes first"):
             t.chat_prompt(conversation("U", "A") + conversation("V", system="S"))
@@ -5124,6 +5129,8 @@ def test_candidates_for_a_vocabulary(tmp_path):
         for text in TEXT, "  x\n":
             assert Tokenizer(folder).encode(text) == own.encode(text).ids
     (folder / "config.json").write_text('{"model_type": "llama"}')
+    with changed_json(folder / "tokenizer.json") as raw:
+        raw["model"] |= dict(byte_fallback=False, fuse_unk=False)  # which old files do not say
     for legacy, prefix in itertools.product((True, False), (True, False, None)):
         with changed_json(folder / "tokenizer_config.json") as config:
             config |= dict(tokenizer_class="LlamaTokenizer", legacy=legacy, add_prefix_space=prefix)
@@ -5351,7 +5358,20 @@ def spaces_of_another_sign(raw: dict, config: dict) -> None:
     raw["decoder"]["decoders"] = [replace, first, *others]
 
 
+def control_tokens_first(raw: dict, config: dict) -> None:
+    """From id 0 on, as SmolLM2 has them. The first is one that the configuration does not name."""
+    raw["added_tokens"].reverse()
+    vocab = raw["model"]["vocab"]
+    names = [token["content"] for token in raw["added_tokens"]]
+    pieces = [*names, *sorted(vocab, key=vocab.get)]
+    raw["model"]["vocab"] = {piece: i for i, piece in enumerate(pieces)}
+    for i, token in enumerate(raw["added_tokens"]):
+        token["id"] = i
+    raw["post_processor"] = None
+
+
 UNUSUAL = {
+    "control tokens first": control_tokens_first,
     "special tokens named only": in_vocabulary,
     "special tokens named by a dict": named_by_a_dict,
     "gaps between ids": with_gaps,
@@ -6228,13 +6248,9 @@ def compressed_tensors(form: str, **weights) -> dict:
 
 
 GPTQ = dict(quant_method="gptq", bits=4, group_size=32, desc_act=False)
-
-
 PACKED = partial(
     compressed_tensors, "pack-quantized", num_bits=4, type="int", strategy="group", group_size=128
 )
-
-
 FLOAT_8 = partial(compressed_tensors, "float-quantized", num_bits=8, type="float", symmetric=True)
 
 
@@ -6367,8 +6383,6 @@ def config_with(how: str, **fields) -> tuple:
 
 
 PROJ = "model.layers.0.mlp.up_proj."
-
-
 BAD_QUANTISED = {  # a checkpoint, how it is changed, what the line says
     "3 bits": (*config_with("GPTQ", bits=3), "quantised as gptq with bits 3: take"),
     "modelopt": (*config_with("FP8, modelopt", quant_algo="NVFP4"), "quantised as modelopt with quant_algo 'NVFP4'"),
