@@ -6102,9 +6102,9 @@ def test_gguf_sentencepiece(tmp_path):
     template = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
 
     def tokenizer(size: int, about: dict, **more) -> Tokenizer:
-        about |= {"general.architecture": "llama", "tokenizer.chat_template": template}
-        about |= sentencepiece_metadata(folder / "tokenizer.model", **more)
-        return Tokenizer(write_gguf(tmp_path / "a.gguf", about, {}), size)
+        known = {"general.architecture": "llama", "tokenizer.chat_template": template}
+        known |= sentencepiece_metadata(folder / "tokenizer.model", **more)
+        return Tokenizer(write_gguf(tmp_path / "a.gguf", known | about, {}), size)
 
     ours = tokenizer(4096, {})
     for text in GGUF_TEXTS:
@@ -6115,7 +6115,9 @@ def test_gguf_sentencepiece(tmp_path):
     chat = conversation("Hello </s>", "Hello </s>", "Hello </s>", system="Hello </s>")
     assert ours.apply_chat_template(chat) == original.apply_chat_template(chat)
     more = {"<|im_start|>": 3, "<|im_end|>": 3, "<think>": 4, "[PAD4099]": 2, "[PAD4100]": 2, "": 5}
-    ours = tokenizer(4102, {f"{IDS}add_bos_token": False, f"{IDS}add_space_prefix": False}, **more)
+    about = {f"{IDS}add_bos_token": False, f"{IDS}add_space_prefix": False}
+    ours = tokenizer(4102, about | {f"{IDS}eos_token_id": 4097}, **more)
+    assert (ours.bos, ours.eos) == (1, 4097)
     assert ours.control.keys() == {"<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"}
     assert ours.control["<|im_start|>"] == 4096
     assert 4098 in ours.encode("so <think> hm") and 4097 not in ours.encode("<|im_end|>")
@@ -6290,6 +6292,7 @@ ALSO_SAID = {  # what the writer of each method says besides, as published check
     "gptq": dict(
         damp_percent=0.1, sym=True, true_sequential=True, static_groups=False, lm_head=False,
         pack_dtype="int32", meta={"quantizer": ["gptqmodel:5.0.0"]}, model_name_or_path=None,
+        checkpoint_format="gptq",
     ),
     "compressed-tensors": dict(
         global_compression_ratio=1.5, ignore=["lm_head"], kv_cache_scheme=None, sparsity_config={},
@@ -6386,7 +6389,9 @@ PROJ = "model.layers.0.mlp.up_proj."
 BAD_QUANTISED = {  # a checkpoint, how it is changed, what the line says
     "3 bits": (*config_with("GPTQ", bits=3), "quantised as gptq with bits 3: take"),
     "modelopt": (*config_with("FP8, modelopt", quant_algo="NVFP4"), "quantised as modelopt with quant_algo 'NVFP4'"),
-    "zero points of 8 bits": ("GPTQ, 8 bits", put(f"{PROJ}qzeros", lambda t: t * 0), "that 8 bits cannot hold: take"),
+    **{f"zero points of 8 bits, stored as {x:x}": (
+        "GPTQ, 8 bits", put(f"{PROJ}qzeros", lambda t, x=x: t * 0 + x), "that 8 bits cannot hold: take",
+    ) for x in (0, -0x01010102)},
     "dynamic": (*config_with("GPTQ", dynamic={"+:.*up_proj": {"bits": 8}}), "as gptq with dynamic settings: take"),
     "mixed groups": (
         "W4A16", spoil_config(quantization_config=PACKED() | {"config_groups": {
