@@ -6260,7 +6260,10 @@ QUANTISED = {  # quantization_config, how a matrix is packed, the format that ho
     "AWQ": (dict(quant_method="awq", bits=4, group_size=64, version="gemm"), pack_awq, quants.WITH_ZEROS[64]),
     "GPTQ": (GPTQ, pack_gptq, quants.WITH_ZEROS[32]),
     "GPTQ, version 2": (GPTQ | {"checkpoint_format": "gptq_v2"}, partial(pack_gptq, less=0), quants.WITH_ZEROS[32]),
-    "GPTQ, mislabelled": (GPTQ, partial(pack_gptq, less=0, zeros=[8]), quants.WITH_ZEROS[32]),
+    "GPTQ, not of version 1": (GPTQ, partial(pack_gptq, less=0, zeros=[8]), quants.WITH_ZEROS[32]),
+    "GPTQ, not of version 2": (
+        GPTQ | {"checkpoint_format": "gptq_v2"}, partial(pack_gptq, zeros=[8]), quants.WITH_ZEROS[32],
+    ),
     "GPTQ, a group a row": (GPTQ | {"group_size": -1}, partial(pack_gptq, group=0), quants.WITH_ZEROS[128]),
     "GPTQ, 8 bits": (
         GPTQ | dict(bits=8, group_size=128, dynamic={"-:.*lm_head": {}}),
