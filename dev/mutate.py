@@ -275,6 +275,12 @@ MUTANTS = [
         "if False), default=0)",
         "stop_strings",
     ),
+    Mutant(
+        "tokenizer.py",
+        "found = [(i + length, i) for",
+        "found = [(i - length, i) for",
+        "stop_strings_across",
+    ),
     Mutant("tokenizer.py", "places.add(start)", "pass", "half_typed"),
     Mutant(
         "tokenizer.py",
@@ -337,6 +343,12 @@ MUTANTS = [
     Mutant(
         "extra/speculation.py", "read = position", "read = len(ids) - 1", "interrupted_speculation"
     ),
+    Mutant(
+        "extra/speculation.py",
+        "last + 1 + self.n < state.size",
+        "last + 1 + self.n <= state.size",
+        "interrupted_speculation",
+    ),
     Mutant("extra/speculation.py", "if proposed or waited:", "if proposed:", "costs_3_percent"),
     Mutant(
         "chat.py",
@@ -361,6 +373,12 @@ MUTANTS = [
         "1e3 * t.step_seconds / t.steps:.2f",
         "1e3 * t.step_seconds / t.new_tokens:.2f",
         "said_of_a_run",
+    ),
+    Mutant(
+        "extra/settings.py",
+        "repeat_last_n: int = _row(64,",
+        "repeat_last_n: int = _row(63,",
+        "not_given",
     ),
     Mutant("run.py", "    if args.seed < 0:", "    if args.seed <= 0:", "flags_at"),
     Mutant(

@@ -4,6 +4,7 @@ python -m pytest training/test_training.py"""
 
 import itertools
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,6 @@ from test_all import (
     SEED,
     cli,
     guarded,
-    in_shell,
     interpreter,
     nmse,
     randn,
@@ -87,20 +87,16 @@ def training_cases(op: str, dtype: torch.dtype) -> list[tuple]:
     sure = x(19, 201).fill_(-30.0)
     sure[torch.arange(19), some.clamp(min=0)] = 30.0  # one-hot rows, whose softmax is one-hot, too
     angles = torch.rand(20, 12, device=DEVICE) * 6
+    norms = [((3, 17), 72, True), ((3, 7), 520, None), ((1,), 520, True), ((1,), 72, None)]
+    heads = [(2, 17, 4, 2), (1, 1, 2, 2), (3, 20, 6, 1)]
     return {
         "linear": [(x(2, 37, 24), x(40, 24), x(40)), (x(1, 16), x(3, 16), x(3))],
         "rmsnorm": [
             (x(*rows, C, scale=30), branch and x(*rows, C), x(C), 1e-5, dtype)
-            for rows, C, branch in (
-                ((3, 17), 72, True),
-                ((3, 7), 520, None),
-                ((1,), 520, True),
-                ((1,), 72, None),
-            )
+            for rows, C, branch in norms
         ],
         "rope": [
-            (x(B, S, (H + 2 * KH) * 24), angles.cos(), angles.sin(), H, KH)
-            for B, S, H, KH in ((2, 17, 4, 2), (1, 1, 2, 2), (3, 20, 6, 1))
+            (x(B, S, (H + 2 * KH) * 24), angles.cos(), angles.sin(), H, KH) for B, S, H, KH in heads
         ],
         "swiglu": [(x(3, 17, 2 * 52, scale=4),), (x(1, 2 * 7),), (x(5, 2 * 600),)],
         "cross_entropy": [
@@ -115,13 +111,10 @@ def training_cases(op: str, dtype: torch.dtype) -> list[tuple]:
     }[op]
 
 
-def differentiated(
-    ops, op: str, arguments: tuple, dtype: torch.dtype, upstream=None
-) -> tuple[list, list]:
+def differentiated(ops, op: str, arguments: tuple, dtype: torch.dtype, upstream=None) -> tuple:
     """An op's outputs for arguments in dtype with the gradients of its matrices; and the gradients
     fed back."""
-    passed = []
-    leaves = []
+    passed, leaves = [], []
     for i, a in enumerate(arguments):
         if isinstance(a, torch.dtype):
             a = dtype
@@ -136,11 +129,8 @@ def differentiated(
     outputs = getattr(ops, op)(*passed)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     if upstream is None:
-        # of a loss a power of two, with which a gradient that was rounded once is multiplied
-        # exactly
-        upstream = [
-            torch.full_like(o, 0.5) if o.ndim == 0 else torch.randn_like(o) for o in outputs
-        ]
+        # of a loss a power of two, which multiplies a gradient that was rounded once exactly
+        upstream = [torch.randn_like(o) if o.ndim else torch.full_like(o, 0.5) for o in outputs]
     torch.autograd.backward(outputs, [u.to(o.dtype) for u, o in zip(upstream, outputs)])
     return [o.detach() for o in outputs] + [a.grad for a in leaves], upstream
 
@@ -389,7 +379,7 @@ def test_joined_matrices_one_by_one(train):
     assert torch.allclose(joined, torch.cat(parts), atol=1e-6)
 
 
-def test_tales_train_makes_a_model_that_runs(tmp_path, cli):
+def test_tales_train_makes_a_model_that_runs(train, tmp_path, cli, capfd, monkeypatch):
     tale = "Once upon a time there was a fox who lived in a wood. He met a crow, and it sang.\n" * 6
     text = f"The Fox and the Crow\n{tale}The King of the Wood\n{tale.replace('fox', 'king')}"
     for part in ("train", "held_out"):
@@ -397,9 +387,10 @@ def test_tales_train_makes_a_model_that_runs(tmp_path, cli):
         (tmp_path / part / "book.txt").write_text(text)
     flags = "--vocab 320 --dim 128 --layers 1 --context 64 --batch 2 --epochs 2 --device cpu"
     flags += " --teachers 1 --teacher-dim 64 --teacher-layers 1 --teacher-epochs 1"
-    command = f"$PYTHON $HERE/training/train.py --corpus . --out out {flags}"
-    trained = in_shell(command, cwd=tmp_path)
-    assert trained.returncode == 0 and "bits per byte" in trained.stdout, trained.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", f"train.py --corpus . --out out {flags}".split())
+    train.main()
+    assert "bits per byte" in capfd.readouterr().out
     flags = ("-m", tmp_path / "out", "-p", "Once", "-n", 8, "--dtype", "fp32", "--ignore-eos")
     code, text, _ = cli(*flags)
     assert code == 0 and text.startswith("Once") and len(text) > 8
