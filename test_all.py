@@ -644,7 +644,7 @@ def compile_kernels(arch: int) -> None:
         launch_training(torch.bfloat16, every_shape=True)
     if arch in (80, 90):
         launch_attention(torch.bfloat16)
-    modules = (kernels, attention, experts, sampling, parallel, training)
+    modules = (kernels, products, attention, experts, sampling, parallel, training)
     modules += (hopper,) if arch == 90 else ()
     every = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     assert compiled == every, "one of the functions launch_... has to launch these as well"
