@@ -4778,7 +4778,7 @@ def test_save_to_a_folder_that_exists(tiny, cli, tmp_path):
     assert len(modes) == 1
 
 
-# ---- checkpoint.py: memory
+# ---- extra/hardware.py
 
 
 LLAMA_7B = read_config_like(
@@ -4854,6 +4854,20 @@ def test_memory_of_a_container(monkeypatch, tmp_path, version):
     assert hardware.free_memory(cpu) == 1_300_000
     (tmp_path / names[1]).write_text("max\n" if version == 2 else f"{(1 << 63) - 4096}\n")
     assert 1e8 < hardware.free_memory(cpu) < 1e15
+
+
+def test_where_the_kernels_run(monkeypatch):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "This card")
+    monkeypatch.setattr(launch, "capability", lambda device: 80)
+    assert hardware.pick_backend("auto", gpu) == "triton"
+    monkeypatch.setattr(launch, "capability", lambda device: 79)
+    with pytest.raises(ValueError, match="This card is older than compute capability 8.0"):
+        hardware.pick_backend("auto", gpu)
+    assert hardware.pick_backend("torch", gpu) == hardware.pick_backend("auto", cpu) == "torch"
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    with pytest.raises(ValueError, match="set TRITON_INTERPRET=1"):
+        hardware.pick_backend("triton", cpu)
 
 
 # ---- tokenizer.py
