@@ -2941,7 +2941,7 @@ def test_a_chat_in_any_order(tiny, tiny_model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(session, "chat", recorded)
     line = st.tuples(st.sampled_from([*commands, "hello", "/regen"]), st.integers(0, 60))
 
-    @examples(40, lines=st.lists(line, min_size=3, max_size=7))
+    @examples(100, lines=st.lists(line, min_size=3, max_size=7))
     def check(lines):
         talk = Conversation(session)
         shown = Chat(talk, Output(session, quiet=True), n=4, ignore_eos=True)
@@ -2949,7 +2949,7 @@ def test_a_chat_in_any_order(tiny, tiny_model, tmp_path, monkeypatch, capsys):
         system, turns, to_read, at = [], [], "", dict(temp=0.8, seed=0)
         saved.write_text("[]")
         kept = ([], [])
-        for line, stops in lines:
+        for line, stops in [("hello", 60), *lines]:
             capsys.readouterr()
             seen.clear()
             with monkeypatch.context() as patch:

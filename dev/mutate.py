@@ -369,6 +369,18 @@ MUTANTS = [
         "ctrl_c_exits",
     ),
     Mutant(
+        "chat.py",
+        "                self.conversation.clear()\n",
+        "                pass\n",
+        "chat_in_any",
+    ),
+    Mutant(
+        "chat.py",
+        "self.conversation.go_on_from(json.loads(text))",
+        "json.loads(text)",
+        "chat_in_any",
+    ),
+    Mutant(
         "run.py",
         "1e3 * t.step_seconds / t.steps:.2f",
         "1e3 * t.step_seconds / t.new_tokens:.2f",
