@@ -1501,7 +1501,7 @@ def test_sampling_distribution_and_filters():
     logits = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03]).log()
     kept = lambda logits=logits, **s: draw(logits, 600, **OFF | s).gt(0).tolist()
     first = lambda n: [i < n for i in range(5)]
-    assert kept() == first(5)
+    assert kept() == kept(top_k=-1) == first(5)
     assert kept(top_k=2) == kept(top_p=0.6, temp=100.0) == first(2), "before the temperature"
     assert kept(top_p=0.76) == kept(min_p=0.2) == first(3)
     assert kept(top_p=0.0) == kept(temp=0.0) == first(1)
@@ -1511,7 +1511,7 @@ def test_sampling_distribution_and_filters():
 
 
 @pytest.mark.parametrize("name, taken, refused", [
-    ("temp", (0, INF), (-1e-9, NAN)), ("top_k", (0, 10**300), (-1,)), ("top_p", (0, 1), (-1e-9, 1.1, NAN)),
+    ("temp", (0, INF), (-1e-9, NAN)), ("top_k", (-1, 10**300), (-2,)), ("top_p", (0, 1), (-1e-9, 1.1, NAN)),
     ("min_p", (0, 1), (-1e-9, 1.1)), ("repeat_penalty", (0.01, 100), (0, 100.1)),
     ("repeat_last_n", (-1, 0, 1 << 62), (-2,)), ("seed", (0, (1 << 63) - 1), (-1, 1 << 63)),
 ])  # fmt: skip
@@ -1572,7 +1572,7 @@ KINDS_OF_LOGITS = {
 def test_sampling_equals_the_reference(kind):
     choices = dict(
         temp=(0, 1e-50, 1e-30, 1e-9, 0.7, 1.5, 1e6, INF),
-        top_k=(0, 1, 5, 12, 40, 65, 80, 1099, 5000, 10**300),
+        top_k=(-1, 0, 1, 5, 12, 40, 65, 80, 1099, 5000, 10**300),
         top_p=(0.0, 1e-9, 0.5, 0.97, 1.0), min_p=(0, 0.05, 0.5),
         repeat_penalty=(1.0, 1.2), repeat_last_n=(-1, 0, 7, 64),
     )  # fmt: skip
@@ -2298,7 +2298,7 @@ def test_sampling_of_the_checkpoint(cli, copy):
     assert_refused(run(), "generation_config.json: top_p is 2; it must be a number from 0 to 1")
     assert run("--top-p", 0.5)[0] == 0, "what a flag overrides is not judged"
     edit(file, temperature=0.6, top_p=0.9, top_k=-1, min_p=0.2)
-    expected = dict(temp=0.6, top_k=0, top_p=0.9, min_p=0.2, repeat_penalty=1.5, repeat_last_n=-1)
+    expected = dict(temp=0.6, top_k=-1, top_p=0.9, min_p=0.2, repeat_penalty=1.5, repeat_last_n=-1)
     assert config_module.read_sampling(copy) == expected
     edit(file, do_sample=False)
     assert config_module.read_sampling(copy)["temp"] == 0, "as transformers generates"
@@ -2460,7 +2460,7 @@ FLAGS_AT_THEIR_EDGES = {  # its name in the program, the values that it takes, t
     "-c": ("ctx_size", [0, 1, 1 << 24], [-1, (1 << 24) + 1, "", 1.5]),
     "-n": ("n_predict", [-2, -1, 0, 1 << 62], [-3, "", "x"]),
     "--temp": ("temp", [0, 1e300], [-1, "", "nan"]),
-    "--top-k": ("top_k", [0, 1 << 62], [-1, "", 0.5]),
+    "--top-k": ("top_k", [-1, 1 << 62], [-2, "", 0.5]),
     "--top-p": ("top_p", [0, 1], [-0.01, 1.01, "", "nan"]),
     "--min-p": ("min_p", [0, 1], [-0.01, 1.01, ""]),
     "--repeat-penalty": ("repeat_penalty", [0.01, 100], [0, -1, 100.1, ""]),

@@ -199,8 +199,6 @@ def read_ask(body: bytes, kind: type[Ask]) -> Ask:
     if not isinstance(fields, dict):
         raise Refused("the body must be an object of JSON")
     fields = {name: value for name, value in fields.items() if value is not None}
-    if fields.get("top_k") == -1:  # as vLLM and llama.cpp say that it is off
-        fields["top_k"] = 0
     for name, values in UNSUPPORTED.items():
         value = fields.get(name, values[0])
         if isinstance(value, bool) or value not in values:
