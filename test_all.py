@@ -3457,7 +3457,8 @@ def test_serve_messages(server):
     parts = [{"type": "text", "text": FOX[0]["content"]}]
     same = server.chat()["message"]
     assert server.chat([{"role": "user", "content": parts}])["message"] == same
-    assert server.chat([*FOX, {"role": "assistant", "content": ""}])["message"] == same
+    for nothing in "", None, []:
+        assert server.chat([*FOX, {"role": "assistant", "content": nothing}])["message"] == same
     begun = {"role": "assistant", "content": same["content"][:30]}
     rest = server.chat([*FOX, begun], max_tokens=4)["message"]["content"]
     assert (begun["content"] + rest).startswith(same["content"][:33])
@@ -3477,18 +3478,21 @@ SAYS_NOTHING = dict(
     n=1, best_of=1, tools=[], functions=[], tool_choice="none", logit_bias={}, suffix="",
     presence_penalty=0, frequency_penalty=0.0, response_format={"type": "text"}, stop=None,
     max_tokens=None, stream=None, logprobs=None, user="me", unknown=[1], model="any",
+    stream_options={"include_usage": None},
 )  # fmt: skip
-AT_ITS_END = dict(  # the least and the most that a field may be
-    max_tokens=[-1, 0, (1 << 31) - 1], temperature=[0, 1e9], top_p=[0, 1], min_p=[0, 1],
-    top_k=[-1, 0, (1 << 31) - 1], repeat_penalty=[0.01, 100], repeat_last_n=[-1, 0, (1 << 31) - 1],
-    seed=[-1, 0, (1 << 63) - 1], stop=["", [], ["a"] * 32, "x" * 1000], ignore_eos=[True, False],
+AT_ITS_END = dict(  # the least and the most that a field may be, and whole numbers as floats
+    max_tokens=[-1, 0, 2.0, (1 << 31) - 1], temperature=[0, 1e9], top_p=[0, 1], min_p=[0, 1],
+    top_k=[-1, 0, 3.0, (1 << 31) - 1], repeat_penalty=[0.01, 100], repeat_last_n=[-1, 0, 2**31 - 1],
+    seed=[-(1 << 63), -2, -1, 0, 5.0, 1 << 64], stop=["", [], ["a"] * 1024, "x" * 5000],
+    ignore_eos=[True, False], logprobs=[False, True, 0, 20], n=[1.0], logit_bias=[[]],
 )  # fmt: skip
 WRONG_FIELDS = dict(
     model=[5], max_tokens=["5", 1.5, True, -2, 1 << 31], max_completion_tokens=[[]],
     temperature=["hot", -1, True, {}, 1.1e9, 10**400], top_p=[1.01, -0.01, "x"],
     top_k=[-2, 0.5, 1 << 31], min_p=[1.01, -0.01], repeat_penalty=[0.009, 100.1, "x"],
-    repeat_last_n=[-2, 1 << 31], seed=["x", -2, 1 << 63, 0.5],
-    stop=[5, [5], {}, ["a"] * 33, "x" * 1001], stream=[1, "yes"], stream_options=[5],
+    repeat_last_n=[-2, 1 << 31], seed=["x", True, 0.5],
+    stop=[5, [5], {}, ["a"] * 1025, [None]], stream=[1, "yes"],
+    stream_options=[5, {"include_usage": 1}],
     n=[2, True, "1"], best_of=[2], presence_penalty=[1],
     frequency_penalty=[0.5], logit_bias=[{"5": 1}], tools=[[{}], {}], tool_choice=["required"],
     functions=[[{}]], response_format=[{"type": "json_object"}], suffix=["x"], grammar=["x"],
@@ -3496,7 +3500,7 @@ WRONG_FIELDS = dict(
 WRONG_OF = {  # of one kind of request only
     CHATS: dict(logprobs=[1, "x"], top_logprobs=[21, -1, True], messages=[[], "x", {}]),
     TEXTS_AT: dict(
-        logprobs=[True, 21, -1], echo=[1], prompt=[5, [], ["a", "b"], [[]], [1.5], {}, [True]]
+        logprobs=["x", 21, -1], echo=[1], prompt=[5, [], ["a", "b"], [[]], [1.5], {}, [True]]
     ),
 }
 
@@ -3504,10 +3508,14 @@ WRONG_OF = {  # of one kind of request only
 def test_serve_accepts_what_says_nothing_and_the_ends_of_ranges(server):
     same = server.chat()["message"]
     assert server.chat(**SAYS_NOTHING | dict(max_completion_tokens=12))["message"] == same
-    texts = [(name, value) for name, values in AT_ITS_END.items() for value in values]
-    for name, value in [*texts, ("logprobs", 0), ("logprobs", 20)]:
+    for name, value in [(name, value) for name, values in AT_ITS_END.items() for value in values]:
         fields = dict(max_tokens=2) if name != "max_tokens" else dict(stop=[" "])
         assert server.complete(**fields | {name: value})["usage"]["completion_tokens"] < 9, name
+    assert server.ask(TEXTS_AT, dict(prompt="a", n_predict=3))[2]["usage"]["completion_tokens"] == 3
+    told = [server.complete(logprobs=k)["logprobs"] for k in (False, True)]
+    assert told[0] is None and len(told[1]["top_logprobs"]) == 12
+    sampled = [server.complete(temperature=1.5, seed=seed)["text"] for seed in (-2, -2, -3)]
+    assert sampled[0] == sampled[1] != sampled[2]
 
 
 def test_serve_refuses_wrong_fields(server):
@@ -3521,7 +3529,7 @@ def test_serve_refuses_wrong_fields(server):
     user = FOX[0]
     for message in (
         "x", {}, {"role": "user"}, {"content": "x"}, {"role": 5, "content": "x"},
-        user | {"role": "tool"}, user | {"content": 5}, user | {"content": []},
+        user | {"role": "tool"}, user | {"content": 5}, user | {"content": {}},
         user | {"content": [{"type": "image_url", "image_url": {}}]}, user | {"tool_calls": [1]},
         user | {"content": [{"type": "text"}]}, user | {"content": ["x"]},
     ):  # fmt: skip
