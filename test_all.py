@@ -4,7 +4,6 @@ network. Inputs are random; each run prints its seed.
 The Triton kernels run on the GPU if there is one, otherwise in Triton's interpreter; either way
 they are compiled ahead of time for every supported architecture."""
 
-import asyncio
 import codecs
 import contextlib
 import copy as copy_module
@@ -117,7 +116,7 @@ from model import (
     rope_table,
 )
 from sampling import Sampler, Sampling
-from session import Conversation, Piece, Session, dropped_part
+from session import Conversation, Session, dropped_part
 from tokenizer import (
     TEMPLATES,
     Prompt,
@@ -3566,11 +3565,12 @@ def test_serve_refuses_wrong_bodies(server):
 
 
 def test_serve_paths(server):
-    model = {"id": "tales", "object": "model", "context_length": 1024, "max_model_len": 1024}
+    model = {"id": "tales", "object": "model", "created": 0, "owned_by": "fused-llama"}
+    model |= {"context_length": 1024, "max_model_len": 1024}
     origin = "http://localhost:3000"
     for method, path, status, expected in (
         ("GET", "/health", 200, {"status": "ok"}), ("GET", "/v1/models", 200, {"object": "list"}),
-        ("GET", "/v1/models/tales", 200, model), ("GET", "/v1/models/owner/other", 404, {}),
+        ("GET", "/v1/health", 200, {"status": "ok"}), ("GET", "/models", 200, {"data": [model]}),
         ("GET", "/nothing", 404, {}), ("GET", "/v1/completions", 405, {}),
         ("DELETE", "/v1/models", 405, {}), ("HEAD", "/v1/models", 200, None),
         ("HEAD", "/v1/completions", 405, None),
@@ -3581,6 +3581,9 @@ def test_serve_paths(server):
             assert answer["error"].keys() >= {"message", "type", "code"}
         elif expected:
             assert expected.items() <= answer.items()
+    fields = dict(messages=FOX, prompt="a", max_tokens=2)
+    for path in "/chat/completions", "/completions":
+        assert server.ask(path, fields)[0] == 200, "as with /v1"
     connection = server.connect()
     connection.connect()
     socket_used = connection.sock
@@ -3708,52 +3711,40 @@ def test_serve_ends_at_once():
         assert len(served.lines) == 4
 
 
-def test_serve_ends_if_nobody_can_be_answered(monkeypatch, capfd):
-    ended = threading.Event()
-    monkeypatch.setattr(serve.os, "_exit", lambda code: code == 1 and ended.set())
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        monkeypatch.setattr(serve.uvicorn.Server, "run", lambda *_: 1 / 0)
-        serve.start_web_thread(None, listener, quiet=True)
-        assert ended.wait(PATIENCE)
-    said = "error: clients cannot be answered any more: division by zero\n"
-    assert capfd.readouterr().err == said
-
-
-def test_serve_tells_an_error_in_a_stream():
-    async def heard() -> list[bytes]:
-        ask = serve.read_ask(b'{"prompt": "a", "stream": true}', serve.TextAsk)
-        client = serve.Client(ask, asyncio.get_running_loop())
-        await asyncio.to_thread(client.tell, [Piece("first", [5])])
-        await asyncio.to_thread(client.tell, serve.Refused("it failed", 500))
-        form = serve.Form(ask, "tiny", None)
-        return [part async for part in serve.stream(client, form, await client.hear())]
-
-    first, error = asyncio.run(heard())
-    assert b'"text":"first"' in first
-    assert error.startswith(b'data: {"error":{"message":"it failed"')
+def test_serve_ends_if_nobody_can_be_answered():
+    with Server("-m", TALES) as served:
+        front = Path(f"/proc/{served.process.pid}/task/{served.process.pid}/children").read_text()
+        os.kill(int(front), signal.SIGKILL)
+        assert served.process.wait(PATIENCE) == 1
+    assert served.lines[3].startswith("error: clients cannot be answered any more: ")
 
 
 def test_serve_goes_on_after_an_error(tiny, monkeypatch, capfd):
     """Whoever asked is told, and of what was evaluated until then nothing is reused."""
-    session, heard = Session(tiny, dtype="fp32", device="cpu"), []
-    clients = queue.SimpleQueue()
-    body = dict(prompt="Once upon a time", max_tokens=4, temperature=0, ignore_eos=True)
+    session, clients, sent = Session(tiny, dtype="fp32", device="cpu"), queue.SimpleQueue(), []
+    fields = dict(prompt="Once upon a time", max_tokens=4, temperature=0, ignore_eos=True)
 
-    def answer():
-        client = serve.Client(serve.read_ask(json.dumps(body).encode(), serve.TextAsk))
-        client.tell = heard.append
-        clients.put(client)
-        serve.write_next(session, clients)
-        assert client.ended
-        return heard.pop()
+    def answer(**more) -> list[serve.Part]:
+        sent.clear()
+        ask = serve.read_ask(json.dumps(fields | more).encode(), serve.TextAsk)
+        clients.put(serve.Client(7, ask))
+        serve.write_next(session, "tiny", clients, sent.append)
+        assert {part.client for part in sent} == {7}
+        assert [part.last for part in sent] == [False] * (len(sent) - 1) + [True]
+        return [*sent]
 
-    said = answer().text
+    [said] = answer()
+    text = json.loads(said.body)["choices"][0]["text"]
     with monkeypatch.context() as patch:
         patch.setattr(session.model, "step", fails(RuntimeError("broken")))
-        error = answer()
-    assert (error.status_code, error.code, error.detail) == (500, "failed", "broken")
-    assert capfd.readouterr().err == "error: broken\n" and session.state.pos == 0
-    assert answer().text == said and len(said) > 4
+        begun, error = answer(stream=True)  # the prompt is known, and so its first token
+        assert begun.status == 200
+        assert error.body.startswith(b'data: {"error":{"message":"broken"')
+        assert session.state.pos == 0
+        [error] = answer()
+        assert error.status == 500 and json.loads(error.body)["error"]["code"] == "failed"
+    assert capfd.readouterr().err == "error: broken\n" * 2
+    assert json.loads(answer()[0].body)["choices"][0]["text"] == text and len(text) > 4
 
 
 def test_serve_refuses_to_start(monkeypatch, capfd, tmp_path):
