@@ -13,15 +13,13 @@ if __name__ == "__main__":  # the imports take time, and Ctrl-C needs no traceba
 import argparse
 import asyncio
 import hmac
-import itertools
 import logging
+import mmap
 import multiprocessing
 import os
-import queue
 import socket
-import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import closing, suppress
 from functools import partial
 from multiprocessing.connection import Connection
@@ -86,87 +84,75 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-# ---- between the two processes
+# ---- the process that generates
 
 
 class Part(NamedTuple):
-    """A part of an answer: what the process that generates sends to the other, which sends it the
-    number of each client with its request, and without one when the client needs no more."""
+    """A part of an answer, for the process that talks with clients."""
 
-    client: int
     body: bytes
     status: int = 200
     last: bool = True
 
 
-# ---- the process that generates
+class Link:
+    """What the process that generates has of the other: requests, one at a time, each of which it
+    answers, and the word that the client has gone."""
+
+    def __init__(self, pipe: Connection | None = None, gone: mmap.mmap | bytes = b"\0"):
+        """pipe: None on all ranks but the first, which alone has clients. gone: a byte that both
+        processes share; it is not 0 if the client has gone."""
+        self.pipe = pipe
+        self.gone = gone
+        self.begun = False  # a part of the answer has been sent
+
+    def receive(self) -> Ask:
+        self.begun = False
+        return self.pipe.recv()
+
+    def send(self, part: Part) -> None:
+        self.begun = True
+        if self.pipe:
+            self.pipe.send(part)
 
 
 class ClientGone(Exception):
     """The client has gone."""
 
 
-class Client:
-    """Someone who waits for a text."""
-
-    def __init__(self, number: int, ask: Ask | None):
-        self.number = number
-        self.ask = ask
-        self.begun = False  # a part of the answer has been sent
-        self.gone = False
-
-
-def read_requests(link: Connection, clients: queue.SimpleQueue[Client]) -> None:
-    """Pass on the requests of clients, and note who has gone, for as long as the other process
-    lives; then end this one."""
-    known: dict[int, Client] = {}
-    with suppress(EOFError, OSError):
-        while True:
-            number, ask = link.recv()
-            if ask:
-                known[number] = Client(number, ask)
-                clients.put(known[number])
-            else:
-                known.pop(number).gone = True
-    cli.note("error: clients cannot be answered any more: the process that does it has ended")
-    os._exit(1)
-
-
-def write_next(
-    session: Session, model: str, clients: queue.SimpleQueue[Client], send: Callable[[Part], None]
-) -> None:
-    """Wait for a client, and generate its text, on all ranks together. Rank 0 has the clients."""
+def write_next(session: Session, model: str, link: Link) -> None:
+    """Wait for a request, and generate its text, on all ranks together. model: its name."""
     from model import ContextFull
 
     ranks = session.ranks
-    client = clients.get() if ranks.rank == 0 else Client(0, None)
-    client.ask = ranks.broadcast(lambda: client.ask)
+    ask = ranks.broadcast(lambda: link.receive())
     try:
-        write(session, Form(client.ask, model, session), client, send)
+        write(session, ask, Form(ask, model, session), link)
         return
     except ClientGone:
+        link.send(Part(b""))
         return
     except ContextFull as error:
         refusal = Refused(str(error), code="context_length_exceeded")
     except ValueError as error:
         refusal = Refused(str(error))
+    except OSError:  # the other process has ended
+        raise
     except Exception as error:
         if ranks.size > 1:  # the others may wait for this one
             raise
         session.state.truncate(0)  # what is in it may be wrong
         refusal = failure(error)
     body = error_body(refusal)
-    body = event(body) if client.begun else to_json(body)
-    send(Part(client.number, body, refusal.status_code))
+    body = event(body) if link.begun else to_json(body)
+    link.send(Part(body, refusal.status_code))
 
 
-def write(session: Session, form: Form, client: Client, send: Callable[[Part], None]) -> None:
+def write(session: Session, ask: Ask, form: Form, link: Link) -> None:
     def stop_if_gone(*_) -> None:
-        if session.ranks.agree(client.gone):
+        if session.ranks.agree(link.gone[0] != 0):
             raise ClientGone
 
-    stop_if_gone()
-    ask = client.ask
     begin = form.begin()
     pieces = []
     sent = 0.0  # when
@@ -175,16 +161,15 @@ def write(session: Session, form: Form, client: Client, send: Callable[[Part], N
             pieces.append(piece)
             now = time.perf_counter()
             if ask.stream and now > sent + PAUSE:
-                send(Part(client.number, begin + form.pieces(pieces), last=False))
-                client.begun = True
+                link.send(Part(begin + form.pieces(pieces), last=False))
                 begin = b""
                 pieces = []
                 sent = now
             stop_if_gone()
     if ask.stream:
-        send(Part(client.number, begin + form.pieces(pieces) + form.end(text)))
+        link.send(Part(begin + form.pieces(pieces) + form.end(text)))
     else:
-        send(Part(client.number, to_json(form.whole(text))))
+        link.send(Part(to_json(form.whole(text))))
 
 
 def failure(error: Exception) -> Refused:
@@ -197,17 +182,26 @@ def failure(error: Exception) -> Refused:
 # ---- the process that talks with clients
 
 
+class Client:
+    """A request, and what is still to be sent to the one who asks."""
+
+    def __init__(self, ask: Ask):
+        self.ask = ask
+        self.parts: asyncio.Queue[Part | None] = asyncio.Queue()  # None: the client has gone
+        self.watching: asyncio.Task | None = None
+
+
 class Front:
     """What is answered at each path: to all but requests for a text always the same."""
 
-    def __init__(self, args: argparse.Namespace, link: Connection, model: str, size: int):
-        """model: its name; size: of its context."""
-        self.link = link
+    def __init__(
+        self, args: argparse.Namespace, pipe: Connection, gone: mmap.mmap, model: str, size: int
+    ):
+        """pipe and gone: see Link. model: its name; size: of its context."""
+        self.pipe = pipe
+        self.gone = gone
         self.most = args.queue
-        self.numbers = itertools.count()
-        self.waiting: set[int] = set()  # clients without their text
-        self.parts: dict[int, asyncio.Queue[Part | None]] = {}  # for each; None: it has gone
-        self.watching: dict[int, asyncio.Task] = {}
+        self.waiting: list[Client] = []  # in order of arrival; the first one's text is generated
         origins = dict(allow_origins=args.cors, allow_origin_regex=LOCAL, allow_headers=["*"])
         origins |= dict(allow_methods=["GET", "POST"], allow_private_network=True)
         middleware = [Middleware(CORSMiddleware, **origins)]
@@ -229,7 +223,7 @@ class Front:
         )
 
     async def run(self, listener: socket.socket, access_log: bool) -> None:
-        asyncio.get_running_loop().add_reader(self.link.fileno(), self.receive)
+        asyncio.get_running_loop().add_reader(self.pipe.fileno(), self.receive)
         logging.getLogger("uvicorn.error").disabled = True  # of what clients do wrong
         logging.getLogger("uvicorn.access").addHandler(logging.StreamHandler())
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
@@ -240,43 +234,45 @@ class Front:
     def receive(self) -> None:
         """Take a part of an answer from the process that generates, with which this one ends."""
         try:
-            part = self.link.recv()
+            part = self.pipe.recv()
         except (EOFError, OSError):
             os._exit(0)
+        self.waiting[0].parts.put_nowait(part)
         if part.last:
-            self.waiting.discard(part.client)
-        if part.client in self.parts:
-            self.parts[part.client].put_nowait(part)
+            del self.waiting[0]
+            self.gone[0] = 0
+            if self.waiting:
+                self.pipe.send(self.waiting[0].ask)
 
     async def text(self, kind: type[Ask], request: Request) -> ASGIApp:
         try:
-            ask = read_ask(await body_of(request), kind)
+            client = Client(read_ask(await body_of(request), kind))
         except ClientDisconnect:
             return Response()  # nobody reads it
         if len(self.waiting) > self.most:
             raise Refused(f"{self.most} requests wait already", 503, "queue_full")
-        number = next(self.numbers)
-        self.waiting.add(number)
-        parts = self.parts[number] = asyncio.Queue()
-        self.link.send((number, ask))
-        self.watching[number] = asyncio.create_task(self.watch(number, request))
-        first = await parts.get()
+        self.waiting.append(client)
+        if client is self.waiting[0]:
+            self.pipe.send(client.ask)
+        client.watching = asyncio.create_task(self.watch(client, request))
+        first = await client.parts.get()
         if first is None:
             return Response()
-        if ask.stream and first.status == 200:
-            response = StreamingResponse(bodies(first, parts), headers=STREAM)
+        if client.ask.stream and first.status == 200:
+            response = StreamingResponse(bodies(first, client.parts), headers=STREAM)
             # without starlette's own watch, whose group of tasks takes half a millisecond to begin
             return lambda scope, receive, send: response.stream_response(send)
         return Response(first.body, first.status, media_type="application/json")
 
-    async def watch(self, number: int, request: Request) -> None:
+    async def watch(self, client: Client, request: Request) -> None:
         """Wait until a client has its answer or has gone."""
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        self.waiting.discard(number)
-        self.parts.pop(number).put_nowait(None)
-        self.link.send((number, None))
-        del self.watching[number]
+        client.parts.put_nowait(None)
+        if client in self.waiting[1:]:
+            self.waiting.remove(client)
+        elif client in self.waiting:
+            self.gone[0] = 1
 
 
 async def bodies(part: Part | None, parts: asyncio.Queue[Part | None]) -> AsyncIterator[bytes]:
@@ -337,27 +333,29 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def start_front(args: argparse.Namespace) -> Connection:
+def start_front(args: argparse.Namespace) -> Link:
     """Start the process that talks with clients, and return the link to it. It begins when it is
     sent the model's name and its context's size. Raises OSError."""
     listener = listen(args.host, args.port)
     args.port = listener.getsockname()[1]
     ours, theirs = multiprocessing.Pipe()
+    gone = mmap.mmap(-1, 1)
     if os.fork():
         theirs.close()
         listener.close()
-        return ours
+        return Link(ours, gone)
     os.setsid()  # Ctrl-C is for the process that generates
     ours.close()
     with suppress(EOFError):  # that process has failed to load the model
-        asyncio.run(Front(args, theirs, *theirs.recv()).run(listener, not args.quiet))
+        front = Front(args, theirs, gone, *theirs.recv())
+        asyncio.run(front.run(listener, not args.quiet))
     os._exit(1)
 
 
 # ---- the program
 
 
-def work(link: Connection | None, args: argparse.Namespace, ranks: Ranks) -> int:
+def work(link: Link, args: argparse.Namespace, ranks: Ranks) -> int:
     from extra.hardware import pick_device
 
     ranks.join(pick_device(args.device, ranks))
@@ -369,28 +367,24 @@ def work(link: Connection | None, args: argparse.Namespace, ranks: Ranks) -> int
     model = args.model  # its name, on the hub
     if path := local_checkpoint(args.model):
         model = path.resolve().name
-    clients: queue.SimpleQueue[Client] = queue.SimpleQueue()
-
-    def send(part: Part) -> None:
-        if link:
-            with suppress(OSError):  # the other process has ended, which ends this one
-                link.send(part)
-
-    if link:
-        link.send((model, session.state.size))
-        threading.Thread(target=read_requests, args=(link, clients), daemon=True).start()
-        if not args.quiet:
-            host = f"[{args.host}]" if ":" in args.host else args.host
-            cli.note(f"model     {session.model.checkpoint.folder}")
-            cli.note(f"running   {session.types()}, context {session.state.size}")
-            cli.note(f"serving   http://{host}:{args.port}/v1 (Ctrl-C ends it)")
-    while True:
-        write_next(session, model, clients, send)
+    if not args.quiet:
+        host = f"[{args.host}]" if ":" in args.host else args.host
+        cli.note(f"model     {session.model.checkpoint.folder}")
+        cli.note(f"running   {session.types()}, context {session.state.size}")
+        cli.note(f"serving   http://{host}:{args.port}/v1 (Ctrl-C ends it)")
+    try:
+        if link.pipe:
+            link.pipe.send((model, session.state.size))
+        while True:
+            write_next(session, model, link)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        what = "the process that answers clients has ended"
+        raise RuntimeError(what) from None
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    link = None
+    link = Link()
     if cli.is_rank0():
         try:
             link = start_front(args)
