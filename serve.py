@@ -1,7 +1,7 @@
 """Serve a model over HTTP with OpenAI's API, for editors, front ends and agents.
 
-The main thread generates one text at a time. Another talks with clients, by way of starlette and
-uvicorn; extra/openai.py knows the words."""
+One process generates, one text at a time. Another talks with clients, by way of starlette and
+uvicorn, so that the model never waits for Python's lock; extra/openai.py knows the words."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ import argparse
 import asyncio
 import hmac
 import logging
+import mmap
+import multiprocessing
 import os
-import queue
 import socket
-import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import closing, suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, NamedTuple
 
 import uvicorn
+from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from extra import cli
@@ -41,13 +43,12 @@ from run import open_session
 
 if TYPE_CHECKING:  # they import torch, which takes seconds
     from extra.parallel import Ranks
-    from session import Generation, Piece, Session
+    from session import Session
 
 BODY_BYTES = 8 << 20
 LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"  # origins that may always ask
-# Seconds between two parts of a stream, such as a film has between two pictures: while one is sent,
-# the thread that generates waits for Python's lock, and finds less of its own in the caches
-PAUSE = 1 / 30
+HEALTH = ("/health", "/v1/health")
+PAUSE = 1 / 30  # seconds between two parts of a stream, for the eye about as between two pictures
 STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 STREAM["X-Accel-Buffering"] = "no"  # in proxies
 
@@ -83,183 +84,204 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-# ---- between the two threads
+# ---- the process that generates
+
+
+class Part(NamedTuple):
+    """A part of an answer, for the process that talks with clients."""
+
+    body: bytes
+    status: int = 200
+    last: bool = True
+
+
+class Link:
+    """What the process that generates has of the other: requests, one at a time, each of which it
+    answers, and the word that the client has gone."""
+
+    def __init__(self, pipe: Connection | None = None, gone: mmap.mmap | bytes = b"\0"):
+        """pipe: None on all ranks but the first, which alone has clients. gone: a byte that both
+        processes share; it is not 0 if the client has gone."""
+        self.pipe = pipe
+        self.gone = gone
+        self.begun = False  # a part of the answer has been sent
+
+    def receive(self) -> Ask:
+        self.begun = False
+        return self.pipe.recv()
+
+    def send(self, part: Part) -> None:
+        self.begun = True
+        if self.pipe:
+            self.pipe.send(part)
 
 
 class ClientGone(Exception):
     """The client has gone."""
 
 
-class Client:
-    """A request, and what becomes of it: the thread that generates tells it, and the one that talks
-    with clients hears it."""
-
-    def __init__(self, ask: Ask | None, loop: asyncio.AbstractEventLoop | None = None):
-        """loop: of the thread that talks with clients; if None, nothing is told, since another rank
-        does it."""
-        self.ask = ask
-        self.loop = loop
-        self.news: asyncio.Queue[list[Piece] | Generation | Exception] = asyncio.Queue()
-        self.ended = False  # all has been told, or the client has gone
-
-    def tell(self, news: list[Piece] | Generation | Exception) -> None:
-        """What has been generated, the whole text when it ends, or why there is none."""
-        if self.loop:
-            self.loop.call_soon_threadsafe(self.news.put_nowait, news)
-
-    async def hear(self) -> list[Piece] | Generation:
-        """What is told next. Raises it if it is an error."""
-        news = await self.news.get()
-        if isinstance(news, Exception):
-            raise news
-        return news
-
-
-# ---- the thread that generates
-
-
-def write_next(session: Session, clients: queue.SimpleQueue[Client]) -> None:
-    """Wait for a client, and generate its text, on all ranks together. Rank 0 has the clients."""
+def write_next(session: Session, model: str, link: Link) -> None:
+    """Wait for a request, and generate its text, on all ranks together. model: its name."""
     from model import ContextFull
 
     ranks = session.ranks
-    client = clients.get() if ranks.rank == 0 else Client(None)
-    client.ask = ranks.broadcast(lambda: client.ask)
+    ask = ranks.broadcast(lambda: link.receive())
     try:
-        write(session, client)
+        write(session, ask, Form(ask, model, session), link)
+        return
     except ClientGone:
-        pass
+        link.send(Part(b""))
+        return
     except ContextFull as error:
-        client.tell(Refused(str(error), code="context_length_exceeded"))
+        refusal = Refused(str(error), code="context_length_exceeded")
     except ValueError as error:
-        client.tell(Refused(str(error)))
+        refusal = Refused(str(error))
+    except OSError:  # the other process has ended
+        raise
     except Exception as error:
         if ranks.size > 1:  # the others may wait for this one
             raise
-        cli.note(f"error: {cli.error_line(error)}")
-        client.tell(Refused(cli.error_line(error), 500, "failed"))
         session.state.truncate(0)  # what is in it may be wrong
-    client.ended = True
+        refusal = failure(error)
+    body = error_body(refusal)
+    body = event(body) if link.begun else to_json(body)
+    link.send(Part(body, refusal.status_code))
 
 
-def write(session: Session, client: Client) -> None:
+def write(session: Session, ask: Ask, form: Form, link: Link) -> None:
     def stop_if_gone(*_) -> None:
-        if session.ranks.agree(client.ended):
+        if session.ranks.agree(link.gone[0] != 0):
             raise ClientGone
 
-    stop_if_gone()
+    begin = form.begin()
     pieces = []
-    told = 0.0  # when
-    with closing(client.ask.begin(session, progress=stop_if_gone)) as text:
+    sent = 0.0  # when
+    with closing(ask.begin(session, progress=stop_if_gone)) as text:
         for piece in text:
             pieces.append(piece)
             now = time.perf_counter()
-            if client.ask.stream and now > told + PAUSE:
-                client.tell(pieces)
+            if ask.stream and now > sent + PAUSE:
+                link.send(Part(begin + form.pieces(pieces), last=False))
+                begin = b""
                 pieces = []
-                told = now
+                sent = now
             stop_if_gone()
-    if client.ask.stream:
-        client.tell(pieces)
-    client.tell(text)
+    if ask.stream:
+        link.send(Part(begin + form.pieces(pieces) + form.end(text)))
+    else:
+        link.send(Part(to_json(form.whole(text))))
 
 
-# ---- the thread that talks with clients
+def failure(error: Exception) -> Refused:
+    """What the client is told of an error that is not the client's, and so is stderr."""
+    line = cli.error_line(error)
+    cli.note(f"error: {line}")
+    return Refused(line, 500, "failed")
 
 
-class App:
-    """What is answered at each path."""
+# ---- the process that talks with clients
+
+
+class Client:
+    """A request, and what is still to be sent to the one who asks."""
+
+    def __init__(self, ask: Ask):
+        self.ask = ask
+        self.parts: asyncio.Queue[Part | None] = asyncio.Queue()  # None: the client has gone
+        self.watching: asyncio.Task | None = None
+
+
+class Front:
+    """What is answered at each path: to all but requests for a text always the same."""
 
     def __init__(
-        self, args: argparse.Namespace, session: Session, clients: queue.SimpleQueue[Client]
+        self, args: argparse.Namespace, pipe: Connection, gone: mmap.mmap, model: str, size: int
     ):
-        """clients: for the thread that generates."""
-        self.model = args.model  # its name, on the hub
-        if path := local_checkpoint(args.model):
-            self.model = path.resolve().name
-        self.session = session
+        """pipe and gone: see Link. model: its name; size: of its context."""
+        self.pipe = pipe
+        self.gone = gone
         self.most = args.queue
-        self.queue = clients
-        self.clients: list[Client] = []  # those without their text
+        self.waiting: list[Client] = []  # in order of arrival; the first one's text is generated
         origins = dict(allow_origins=args.cors, allow_origin_regex=LOCAL, allow_headers=["*"])
         origins |= dict(allow_methods=["GET", "POST"], allow_private_network=True)
         middleware = [Middleware(CORSMiddleware, **origins)]
         if args.api_key:
             middleware.append(Middleware(guarded, key=args.api_key))
+        about = {"id": model, "object": "model", "created": 0, "owned_by": "fused-llama"}
+        about |= {"context_length": size, "max_model_len": size}
+        models = JSONResponse({"object": "list", "data": [about]})
+        routes = [
+            Route("/health", JSONResponse({"status": "ok"}), methods=["GET"]),
+            Route("/models", models, methods=["GET"]),
+            Route("/chat/completions", partial(self.text, ChatAsk), methods=["POST"]),
+            Route("/completions", partial(self.text, TextAsk), methods=["POST"]),
+        ]
         self.app = Starlette(
-            routes=[
-                Route("/health", self.health),
-                Route("/v1/models", self.models),
-                Route("/v1/models/{id:path}", self.models),
-                Route("/v1/chat/completions", partial(self.text, ChatAsk), methods=["POST"]),
-                Route("/v1/completions", partial(self.text, TextAsk), methods=["POST"]),
-            ],
+            routes=[Mount("/v1", routes=routes), *routes],
             middleware=middleware,
-            exception_handlers={
-                HTTPException: refused,
-                ClientDisconnect: lambda *_: Response(),  # nobody reads it
-                Exception: refused,
-            },
+            exception_handlers={HTTPException: refused, Exception: refused},
         )
 
-    async def health(self, request: Request) -> JSONResponse:
-        return JSONResponse({"status": "ok"})
+    async def run(self, listener: socket.socket, access_log: bool) -> None:
+        asyncio.get_running_loop().add_reader(self.pipe.fileno(), self.receive)
+        logging.getLogger("uvicorn.error").disabled = True  # of what clients do wrong
+        logging.getLogger("uvicorn.access").addHandler(logging.StreamHandler())
+        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+        options = dict(http="h11", ws="none", lifespan="off", proxy_headers=False, log_config=None)
+        options |= dict(server_header=False, timeout_keep_alive=75, access_log=access_log)
+        await uvicorn.Server(uvicorn.Config(self.app, **options)).serve([listener])
 
-    async def models(self, request: Request) -> JSONResponse:
-        size = self.session.state.size
-        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "fused-llama"}
-        model |= {"context_length": size, "max_model_len": size}
-        wanted = request.path_params.get("id")
-        if wanted not in (None, self.model):
-            raise Refused(f"the model is {self.model}", 404, "model_not_found")
-        return JSONResponse(model if wanted else {"object": "list", "data": [model]})
+    def receive(self) -> None:
+        """Take a part of an answer from the process that generates, with which this one ends."""
+        try:
+            part = self.pipe.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        self.waiting[0].parts.put_nowait(part)
+        if part.last:
+            del self.waiting[0]
+            self.gone[0] = 0
+            if self.waiting:
+                self.pipe.send(self.waiting[0].ask)
 
     async def text(self, kind: type[Ask], request: Request) -> ASGIApp:
-        ask = read_ask(await body_of(request), kind)
-        self.clients = [client for client in self.clients if not client.ended]
-        if len(self.clients) > self.most:
-            raise Refused(f"{self.most} requests wait already", 503, "queue_full")
-        client = Client(ask, asyncio.get_running_loop())
-        self.clients.append(client)
-        self.queue.put(client)
-        return partial(self.answer, client)
-
-    async def answer(self, client: Client, scope: Scope, receive: Receive, send: Send) -> None:
-        async def watch() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            client.ended = True
-            client.news.put_nowait(ClientGone())
-
-        watching = asyncio.create_task(watch())
-        form = Form(client.ask, self.model, self.session)
         try:
-            first = await client.hear()
-            if client.ask.stream:
-                response = StreamingResponse(stream(client, form, first), headers=STREAM)
-                await response.stream_response(send)
-            else:
-                await JSONResponse(form.whole(first))(scope, receive, send)
-        except ClientGone:
+            client = Client(read_ask(await body_of(request), kind))
+        except ClientDisconnect:
+            return Response()  # nobody reads it
+        if len(self.waiting) > self.most:
+            raise Refused(f"{self.most} requests wait already", 503, "queue_full")
+        self.waiting.append(client)
+        if client is self.waiting[0]:
+            self.pipe.send(client.ask)
+        client.watching = asyncio.create_task(self.watch(client, request))
+        first = await client.parts.get()
+        if first is None:
+            return Response()
+        if client.ask.stream and first.status == 200:
+            response = StreamingResponse(bodies(first, client.parts), headers=STREAM)
+            # without starlette's own watch, whose group of tasks takes half a millisecond to begin
+            return lambda scope, receive, send: response.stream_response(send)
+        return Response(first.body, first.status, media_type="application/json")
+
+    async def watch(self, client: Client, request: Request) -> None:
+        """Wait until a client has its answer or has gone."""
+        while (await request.receive())["type"] != "http.disconnect":
             pass
-        finally:
-            watching.cancel()
-            client.ended = True
+        client.parts.put_nowait(None)
+        if client in self.waiting[1:]:
+            self.waiting.remove(client)
+        elif client in self.waiting:
+            self.gone[0] = 1
 
 
-async def stream(
-    client: Client, form: Form, news: list[Piece] | Generation
-) -> AsyncIterator[bytes]:
-    """The answer, as it is told; news: what has been told first."""
-    part = form.begin()
-    try:
-        while isinstance(news, list):
-            yield part + form.pieces(news)
-            part = b""
-            news = await client.hear()
-        yield part + form.end(news)
-    except Refused as error:
-        yield event(error_body(error))
+async def bodies(part: Part | None, parts: asyncio.Queue[Part | None]) -> AsyncIterator[bytes]:
+    """What is in a part and in those that follow it, to the last one or until the client goes."""
+    while part and not part.last:
+        yield part.body
+        part = await parts.get()
+    if part:
+        yield part.body
 
 
 def guarded(app: ASGIApp, key: str) -> ASGIApp:
@@ -269,9 +291,9 @@ def guarded(app: ASGIApp, key: str) -> ASGIApp:
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
         given = dict(scope["headers"]).get(b"authorization", b"")
         response = app
-        if scope["path"] != "/health" and not hmac.compare_digest(given, wanted):
+        if scope["path"] not in HEALTH and not hmac.compare_digest(given, wanted):
             error = Refused("the API key is missing or wrong", 401, "invalid_api_key")
-            response = refused(None, error)
+            response = await refused(None, error)
         await response(scope, receive, send)
 
     return run
@@ -290,11 +312,10 @@ async def body_of(request: Request) -> bytes:
     return bytes(body)
 
 
-def refused(request: Request | None, error: Exception) -> Response:
+async def refused(request: Request | None, error: Exception) -> Response:
     """The answer to what this program refuses, or starlette, or to what has failed."""
     if not isinstance(error, HTTPException):
-        cli.note(f"error: {cli.error_line(error)}")
-        error = Refused(cli.error_line(error), 500, "failed")
+        error = failure(error)
     headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "2"}}
     status = error.status_code
     return JSONResponse(error_body(error), status, headers.get(status, error.headers))
@@ -312,61 +333,67 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def start_web_thread(app: ASGIApp, listener: socket.socket, quiet: bool) -> None:
-    """Serve the app in a thread that ends with the process; if it ends by itself, so does the
-    process."""
-    logging.getLogger("uvicorn.error").disabled = True  # of what clients do wrong
-    logging.getLogger("uvicorn.access").addHandler(logging.StreamHandler())
-    logging.getLogger("uvicorn.access").setLevel(logging.INFO)
-    options = dict(http="h11", loop="asyncio", ws="none", lifespan="off", proxy_headers=False)
-    options |= dict(log_config=None, access_log=not quiet)
-    options |= dict(server_header=False, timeout_keep_alive=75)
-    server = uvicorn.Server(uvicorn.Config(app, **options))
-
-    def run() -> None:
-        try:
-            server.run([listener])
-            reason = "uvicorn has ended"
-        except BaseException as error:
-            reason = cli.error_line(error)
-        cli.note(f"error: clients cannot be answered any more: {reason}")
-        os._exit(1)
-
-    threading.Thread(target=run, daemon=True).start()
+def start_front(args: argparse.Namespace) -> Link:
+    """Start the process that talks with clients, and return the link to it. It begins when it is
+    sent the model's name and its context's size. Raises OSError."""
+    listener = listen(args.host, args.port)
+    args.port = listener.getsockname()[1]
+    ours, theirs = multiprocessing.Pipe()
+    gone = mmap.mmap(-1, 1)
+    if os.fork():
+        theirs.close()
+        listener.close()
+        return Link(ours, gone)
+    os.setsid()  # Ctrl-C is for the process that generates
+    ours.close()
+    with suppress(EOFError):  # that process has failed to load the model
+        front = Front(args, theirs, gone, *theirs.recv())
+        asyncio.run(front.run(listener, not args.quiet))
+    os._exit(1)
 
 
 # ---- the program
 
 
-def work(args: argparse.Namespace, ranks: Ranks) -> int:
+def work(link: Link, args: argparse.Namespace, ranks: Ranks) -> int:
     from extra.hardware import pick_device
 
     ranks.join(pick_device(args.device, ranks))
-    if ranks.rank == 0:
-        listener = listen(args.host, args.port)  # an error comes before the model
     session = open_session(args, ranks)
     # What a first text compiles is ready when a client asks
     with suppress(ValueError):  # a client is told the same
         session.turn_ends()
         session.generate("a", n=2).finish()
-    clients: queue.SimpleQueue[Client] = queue.SimpleQueue()
-    if ranks.rank == 0:
-        start_web_thread(App(args, session, clients).app, listener, args.quiet)
-        if not args.quiet:
-            host = f"[{args.host}]" if ":" in args.host else args.host
-            port = listener.getsockname()[1]
-            cli.note(f"model     {session.model.checkpoint.folder}")
-            cli.note(f"running   {session.types()}, context {session.state.size}")
-            cli.note(f"serving   http://{host}:{port}/v1 (Ctrl-C ends it)")
-    while True:
-        write_next(session, clients)
+    model = args.model  # its name, on the hub
+    if path := local_checkpoint(args.model):
+        model = path.resolve().name
+    if not args.quiet:
+        host = f"[{args.host}]" if ":" in args.host else args.host
+        cli.note(f"model     {session.model.checkpoint.folder}")
+        cli.note(f"running   {session.types()}, context {session.state.size}")
+        cli.note(f"serving   http://{host}:{args.port}/v1 (Ctrl-C ends it)")
+    try:
+        if link.pipe:
+            link.pipe.send((model, session.state.size))
+        while True:
+            write_next(session, model, link)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        what = "the process that answers clients has ended"
+        raise RuntimeError(what) from None
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
+    link = Link()
+    if cli.is_rank0():
+        try:
+            link = start_front(args)
+        except OSError as error:
+            cli.note(f"error: {cli.error_line(error)}")
+            return 1
     cli.import_torch()
     cli.choose_interpreter(args)
-    return cli.exit_code(work, args)
+    return cli.exit_code(partial(work, link), args)
 
 
 if __name__ == "__main__":

@@ -187,6 +187,8 @@ class Generation:
         those within the text."""
         self.text += text
         self.ids += ids
+        if not self._scored:
+            return Piece(text, ids)
         if end is None:
             end = len(self.text)
         due = [score for score in self._scored if score.begins < end]

@@ -4,7 +4,6 @@ network. Inputs are random; each run prints its seed.
 The Triton kernels run on the GPU if there is one, otherwise in Triton's interpreter; either way
 they are compiled ahead of time for every supported architecture."""
 
-import asyncio
 import codecs
 import contextlib
 import copy as copy_module
@@ -23,7 +22,6 @@ import multiprocessing
 import os
 import pickle
 import pty
-import queue
 import random
 import re
 import resource
@@ -119,7 +117,7 @@ from model import (
     rope_table,
 )
 from sampling import Sampler, Sampling
-from session import Conversation, Piece, Session, dropped_part
+from session import Conversation, Session, dropped_part
 from tokenizer import (
     TEMPLATES,
     Prompt,
@@ -1511,7 +1509,7 @@ def test_sampling_distribution_and_filters():
     logits = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03]).log()
     kept = lambda logits=logits, **s: draw(logits, 600, **OFF | s).gt(0).tolist()
     first = lambda n: [i < n for i in range(5)]
-    assert kept() == first(5)
+    assert kept() == kept(top_k=-1) == first(5)
     assert kept(top_k=2) == kept(top_p=0.6, temp=100.0) == first(2), "before the temperature"
     assert kept(top_p=0.76) == kept(min_p=0.2) == first(3)
     assert kept(top_p=0.0) == kept(temp=0.0) == first(1)
@@ -1521,7 +1519,7 @@ def test_sampling_distribution_and_filters():
 
 
 @pytest.mark.parametrize("name, taken, refused", [
-    ("temp", (0, INF), (-1e-9, NAN)), ("top_k", (0, 10**300), (-1,)), ("top_p", (0, 1), (-1e-9, 1.1, NAN)),
+    ("temp", (0, INF), (-1e-9, NAN)), ("top_k", (-1, 10**300), (-2,)), ("top_p", (0, 1), (-1e-9, 1.1, NAN)),
     ("min_p", (0, 1), (-1e-9, 1.1)), ("repeat_penalty", (0.01, 100), (0, 100.1)),
     ("repeat_last_n", (-1, 0, 1 << 62), (-2,)), ("seed", (0, (1 << 63) - 1), (-1, 1 << 63)),
 ])  # fmt: skip
@@ -1582,7 +1580,7 @@ KINDS_OF_LOGITS = {
 def test_sampling_equals_the_reference(kind):
     choices = dict(
         temp=(0, 1e-50, 1e-30, 1e-9, 0.7, 1.5, 1e6, INF),
-        top_k=(0, 1, 5, 12, 40, 65, 80, 1099, 5000, 10**300),
+        top_k=(-1, 0, 1, 5, 12, 40, 65, 80, 1099, 5000, 10**300),
         top_p=(0.0, 1e-9, 0.5, 0.97, 1.0), min_p=(0, 0.05, 0.5),
         repeat_penalty=(1.0, 1.2), repeat_last_n=(-1, 0, 7, 64),
     )  # fmt: skip
@@ -2328,7 +2326,7 @@ def test_sampling_of_the_checkpoint(cli, copy):
     assert_refused(run(), "generation_config.json: top_p is 2; it must be a number from 0 to 1")
     assert run("--top-p", 0.5)[0] == 0, "what a flag overrides is not judged"
     edit(file, temperature=0.6, top_p=0.9, top_k=-1, min_p=0.2)
-    expected = dict(temp=0.6, top_k=0, top_p=0.9, min_p=0.2, repeat_penalty=1.5, repeat_last_n=-1)
+    expected = dict(temp=0.6, top_k=-1, top_p=0.9, min_p=0.2, repeat_penalty=1.5, repeat_last_n=-1)
     assert config_module.read_sampling(copy) == expected
     edit(file, do_sample=False)
     assert config_module.read_sampling(copy)["temp"] == 0, "as transformers generates"
@@ -2487,7 +2485,7 @@ FLAGS_AT_THEIR_EDGES = {  # its name in the program, the values that it takes, t
     "-c": ("ctx_size", [0, 1, 1 << 24], [-1, (1 << 24) + 1, "", 1.5]),
     "-n": ("n_predict", [-2, -1, 0, 1 << 62], [-3, "", "x"]),
     "--temp": ("temp", [0, 1e300], [-1, "", "nan"]),
-    "--top-k": ("top_k", [0, 1 << 62], [-1, "", 0.5]),
+    "--top-k": ("top_k", [-1, 1 << 62], [-2, "", 0.5]),
     "--top-p": ("top_p", [0, 1], [-0.01, 1.01, "", "nan"]),
     "--min-p": ("min_p", [0, 1], [-0.01, 1.01, ""]),
     "--repeat-penalty": ("repeat_penalty", [0.01, 100], [0, -1, 100.1, ""]),
@@ -3508,7 +3506,8 @@ def test_serve_messages(server):
     parts = [{"type": "text", "text": FOX[0]["content"]}]
     same = server.chat()["message"]
     assert server.chat([{"role": "user", "content": parts}])["message"] == same
-    assert server.chat([*FOX, {"role": "assistant", "content": ""}])["message"] == same
+    for nothing in "", None, []:
+        assert server.chat([*FOX, {"role": "assistant", "content": nothing}])["message"] == same
     begun = {"role": "assistant", "content": same["content"][:30]}
     rest = server.chat([*FOX, begun], max_tokens=4)["message"]["content"]
     assert (begun["content"] + rest).startswith(same["content"][:33])
@@ -3528,18 +3527,21 @@ SAYS_NOTHING = dict(
     n=1, best_of=1, tools=[], functions=[], tool_choice="none", logit_bias={}, suffix="",
     presence_penalty=0, frequency_penalty=0.0, response_format={"type": "text"}, stop=None,
     max_tokens=None, stream=None, logprobs=None, user="me", unknown=[1], model="any",
+    stream_options={"include_usage": None},
 )  # fmt: skip
-AT_ITS_END = dict(  # the least and the most that a field may be
-    max_tokens=[-1, 0, (1 << 31) - 1], temperature=[0, 1e9], top_p=[0, 1], min_p=[0, 1],
-    top_k=[-1, 0, (1 << 31) - 1], repeat_penalty=[0.01, 100], repeat_last_n=[-1, 0, (1 << 31) - 1],
-    seed=[-1, 0, (1 << 63) - 1], stop=["", [], ["a"] * 32, "x" * 1000], ignore_eos=[True, False],
+AT_ITS_END = dict(  # the least and the most that a field may be, and whole numbers as floats
+    max_tokens=[-1, 0, 2.0, (1 << 31) - 1], temperature=[0, 1e9], top_p=[0, 1], min_p=[0, 1],
+    top_k=[-1, 0, 3.0, (1 << 31) - 1], repeat_penalty=[0.01, 100], repeat_last_n=[-1, 0, 2**31 - 1],
+    seed=[-(1 << 63), -2, -1, 0, 5.0, 1 << 64], stop=["", [], ["a"] * 1024, "x" * 5000],
+    ignore_eos=[True, False], logprobs=[False, True, 0, 20], n=[1.0], logit_bias=[[]],
 )  # fmt: skip
 WRONG_FIELDS = dict(
     model=[5], max_tokens=["5", 1.5, True, -2, 1 << 31], max_completion_tokens=[[]],
     temperature=["hot", -1, True, {}, 1.1e9, 10**400], top_p=[1.01, -0.01, "x"],
     top_k=[-2, 0.5, 1 << 31], min_p=[1.01, -0.01], repeat_penalty=[0.009, 100.1, "x"],
-    repeat_last_n=[-2, 1 << 31], seed=["x", -2, 1 << 63, 0.5],
-    stop=[5, [5], {}, ["a"] * 33, "x" * 1001], stream=[1, "yes"], stream_options=[5],
+    repeat_last_n=[-2, 1 << 31], seed=["x", True, 0.5],
+    stop=[5, [5], {}, ["a"] * 1025, [None]], stream=[1, "yes"],
+    stream_options=[5, {"include_usage": 1}],
     n=[2, True, "1"], best_of=[2], presence_penalty=[1],
     frequency_penalty=[0.5], logit_bias=[{"5": 1}], tools=[[{}], {}], tool_choice=["required"],
     functions=[[{}]], response_format=[{"type": "json_object"}], suffix=["x"], grammar=["x"],
@@ -3547,7 +3549,7 @@ WRONG_FIELDS = dict(
 WRONG_OF = {  # of one kind of request only
     CHATS: dict(logprobs=[1, "x"], top_logprobs=[21, -1, True], messages=[[], "x", {}]),
     TEXTS_AT: dict(
-        logprobs=[True, 21, -1], echo=[1], prompt=[5, [], ["a", "b"], [[]], [1.5], {}, [True]]
+        logprobs=["x", 21, -1], echo=[1], prompt=[5, [], ["a", "b"], [[]], [1.5], {}, [True]]
     ),
 }
 
@@ -3555,10 +3557,14 @@ WRONG_OF = {  # of one kind of request only
 def test_serve_accepts_what_says_nothing_and_the_ends_of_ranges(server):
     same = server.chat()["message"]
     assert server.chat(**SAYS_NOTHING | dict(max_completion_tokens=12))["message"] == same
-    texts = [(name, value) for name, values in AT_ITS_END.items() for value in values]
-    for name, value in [*texts, ("logprobs", 0), ("logprobs", 20)]:
+    for name, value in [(name, value) for name, values in AT_ITS_END.items() for value in values]:
         fields = dict(max_tokens=2) if name != "max_tokens" else dict(stop=[" "])
         assert server.complete(**fields | {name: value})["usage"]["completion_tokens"] < 9, name
+    assert server.ask(TEXTS_AT, dict(prompt="a", n_predict=3))[2]["usage"]["completion_tokens"] == 3
+    told = [server.complete(logprobs=k)["logprobs"] for k in (False, True)]
+    assert told[0] is None and len(told[1]["top_logprobs"]) == 12
+    sampled = [server.complete(temperature=1.5, seed=seed)["text"] for seed in (-2, -2, -3)]
+    assert sampled[0] == sampled[1] != sampled[2]
 
 
 def test_serve_refuses_wrong_fields(server):
@@ -3572,7 +3578,7 @@ def test_serve_refuses_wrong_fields(server):
     user = FOX[0]
     for message in (
         "x", {}, {"role": "user"}, {"content": "x"}, {"role": 5, "content": "x"},
-        user | {"role": "tool"}, user | {"content": 5}, user | {"content": []},
+        user | {"role": "tool"}, user | {"content": 5}, user | {"content": {}},
         user | {"content": [{"type": "image_url", "image_url": {}}]}, user | {"tool_calls": [1]},
         user | {"content": [{"type": "text"}]}, user | {"content": ["x"]},
     ):  # fmt: skip
@@ -3609,11 +3615,12 @@ def test_serve_refuses_wrong_bodies(server):
 
 
 def test_serve_paths(server):
-    model = {"id": "tales", "object": "model", "context_length": 1024, "max_model_len": 1024}
+    model = {"id": "tales", "object": "model", "created": 0, "owned_by": "fused-llama"}
+    model |= {"context_length": 1024, "max_model_len": 1024}
     origin = "http://localhost:3000"
     for method, path, status, expected in (
         ("GET", "/health", 200, {"status": "ok"}), ("GET", "/v1/models", 200, {"object": "list"}),
-        ("GET", "/v1/models/tales", 200, model), ("GET", "/v1/models/owner/other", 404, {}),
+        ("GET", "/v1/health", 200, {"status": "ok"}), ("GET", "/models", 200, {"data": [model]}),
         ("GET", "/nothing", 404, {}), ("GET", "/v1/completions", 405, {}),
         ("DELETE", "/v1/models", 405, {}), ("HEAD", "/v1/models", 200, None),
         ("HEAD", "/v1/completions", 405, None),
@@ -3624,6 +3631,9 @@ def test_serve_paths(server):
             assert answer["error"].keys() >= {"message", "type", "code"}
         elif expected:
             assert expected.items() <= answer.items()
+    fields = dict(messages=FOX, prompt="a", max_tokens=2)
+    for path in "/chat/completions", "/completions":
+        assert server.ask(path, fields)[0] == 200, "as with /v1"
     connection = server.connect()
     connection.connect()
     socket_used = connection.sock
@@ -3751,52 +3761,39 @@ def test_serve_ends_at_once():
         assert len(served.lines) == 4
 
 
-def test_serve_ends_if_nobody_can_be_answered(monkeypatch, capfd):
-    ended = threading.Event()
-    monkeypatch.setattr(serve.os, "_exit", lambda code: code == 1 and ended.set())
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        monkeypatch.setattr(serve.uvicorn.Server, "run", lambda *_: 1 / 0)
-        serve.start_web_thread(None, listener, quiet=True)
-        assert ended.wait(PATIENCE)
-    said = "error: clients cannot be answered any more: division by zero\n"
-    assert capfd.readouterr().err == said
-
-
-def test_serve_tells_an_error_in_a_stream():
-    async def heard() -> list[bytes]:
-        ask = serve.read_ask(b'{"prompt": "a", "stream": true}', serve.TextAsk)
-        client = serve.Client(ask, asyncio.get_running_loop())
-        await asyncio.to_thread(client.tell, [Piece("first", [5])])
-        await asyncio.to_thread(client.tell, serve.Refused("it failed", 500))
-        form = serve.Form(ask, "tiny", None)
-        return [part async for part in serve.stream(client, form, await client.hear())]
-
-    first, error = asyncio.run(heard())
-    assert b'"text":"first"' in first
-    assert error.startswith(b'data: {"error":{"message":"it failed"')
+def test_serve_ends_if_nobody_can_be_answered():
+    with Server("-m", TALES) as served:
+        front = Path(f"/proc/{served.process.pid}/task/{served.process.pid}/children").read_text()
+        os.kill(int(front), signal.SIGKILL)
+        assert served.process.wait(PATIENCE) == 1
+    assert served.lines[3:] == ["error: the process that answers clients has ended\n"]
 
 
 def test_serve_goes_on_after_an_error(tiny, monkeypatch, capfd):
     """Whoever asked is told, and of what was evaluated until then nothing is reused."""
-    session, heard = Session(tiny, dtype="fp32", device="cpu"), []
-    clients = queue.SimpleQueue()
-    body = dict(prompt="Once upon a time", max_tokens=4, temperature=0, ignore_eos=True)
+    session, link = Session(tiny, dtype="fp32", device="cpu"), serve.Link()
+    fields = dict(prompt="Once upon a time", max_tokens=4, temperature=0, ignore_eos=True)
 
-    def answer():
-        client = serve.Client(serve.read_ask(json.dumps(body).encode(), serve.TextAsk))
-        client.tell = heard.append
-        clients.put(client)
-        serve.write_next(session, clients)
-        assert client.ended
-        return heard.pop()
+    def answer(**more) -> list[serve.Part]:
+        ask = serve.read_ask(json.dumps(fields | more).encode(), serve.TextAsk)
+        sent = []
+        link.pipe = SimpleNamespace(recv=lambda: ask, send=sent.append)
+        serve.write_next(session, "tiny", link)
+        assert [part.last for part in sent] == [False] * (len(sent) - 1) + [True]
+        return sent
 
-    said = answer().text
+    [said] = answer()
+    text = json.loads(said.body)["choices"][0]["text"]
     with monkeypatch.context() as patch:
         patch.setattr(session.model, "step", fails(RuntimeError("broken")))
-        error = answer()
-    assert (error.status_code, error.code, error.detail) == (500, "failed", "broken")
-    assert capfd.readouterr().err == "error: broken\n" and session.state.pos == 0
-    assert answer().text == said and len(said) > 4
+        begun, error = answer(stream=True)  # the prompt is known, and so its first token
+        assert begun.status == 200
+        assert error.body.startswith(b'data: {"error":{"message":"broken"')
+        assert session.state.pos == 0
+        [error] = answer()
+        assert error.status == 500 and json.loads(error.body)["error"]["code"] == "failed"
+    assert capfd.readouterr().err == "error: broken\n" * 2
+    assert json.loads(answer()[0].body)["choices"][0]["text"] == text and len(text) > 4
 
 
 def test_serve_refuses_to_start(monkeypatch, capfd, tmp_path):

@@ -581,6 +581,9 @@ class Tokenizer:
             raise ValueError(
                 f"{file} has {size} tokens, but the model has a vocabulary of {vocab_size}"
             )
+        # After each token its bytes are asked for. A model's step leaves little of Python in the
+        # CPU's caches, so working them out again would take 1% of a small model's time
+        self._bytes_of = functools.lru_cache(1 << 17)(self.vocabulary.bytes_of)
         self.control = self.vocabulary.control
         as_text = self.config.get("split_special_tokens") is True
         self.control_pattern = any_of(() if as_text else self.control, self.vocabulary.single)
@@ -612,7 +615,7 @@ class Tokenizer:
         tokenizer's."""
         if not 0 <= token < 1 << 31:
             return b""
-        return self.vocabulary.bytes_of(token)
+        return self._bytes_of(token)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Ids to text, without the space that some tokenizers put before a text."""
@@ -760,9 +763,12 @@ def _checked(text: str) -> str:
     return text
 
 
+SURROGATES = dict.fromkeys(range(0xDC80, 0xDD00), "\ufffd")
+
+
 def _replaced(text: str) -> str:
     """U+FFFD for each byte that was decoded by surrogateescape."""
-    return re.sub("[\udc80-\udcff]", "\ufffd", text)
+    return text.translate(SURROGATES)
 
 
 class TextStream:
@@ -820,6 +826,8 @@ class TextStream:
         if self.strip_space and text:
             text = text.removeprefix(" ")
             self.strip_space = False
+        if not self.stops:
+            return text
         self._pending += text
         # the one that ends first, however the text is cut into tokens; of equals the longest
         starts = [(self._pending.find(stop), len(stop)) for stop in self.stops]

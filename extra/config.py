@@ -32,8 +32,6 @@ def read_sampling(folder: Path, overridden: Collection[str] = ()) -> dict[str, f
     """What a checkpoint's generation_config.json says about sampling, by the names of Sampling,
     without those that are overridden. Raises ValueError."""
     f = generation_of(folder)
-    if f.get("top_k") == -1:  # as vLLM and llama.cpp say that it is off
-        f["top_k"] = 0
     if "temp" not in overridden:
         f.refuse_unless("do_sample", None, True, False)
         if f.get("do_sample") is False:

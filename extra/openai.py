@@ -50,17 +50,17 @@ def error_body(error: HTTPException) -> dict:
 # Fields that would change the text in ways that do not exist here, and the values that they may
 # have, since these say nothing
 UNSUPPORTED = dict(
-    n=[1], best_of=[1], presence_penalty=[0], frequency_penalty=[0], logit_bias=[{}], tools=[[]],
+    n=[1], best_of=[1], presence_penalty=[0], frequency_penalty=[0], logit_bias=[{}, []], tools=[[]],
     tool_choice=["none", "auto"], functions=[[]], function_call=["none", "auto"],
     response_format=[{"type": "text"}], suffix=[""], grammar=[""], json_schema=[{}],
 )  # fmt: skip
 OPTIONS = {"n", "stop", "ignore_eos", *SETTINGS}  # of Session.generate
 
+LIMITS = "max_completion_tokens", "max_tokens", "n_predict"  # the last one is llama.cpp's
 INT_END = 1 << 31
 Length = Annotated[int, Field(ge=-1, lt=INT_END)]
 Best = Annotated[int, Field(ge=0, le=20)]
-StopString = Annotated[str, Field(max_length=1000)]
-StopStrings = StopString | Annotated[list[StopString], Field(max_length=32)]
+StopStrings = str | Annotated[list[str], Field(max_length=1024)]  # each is compared at each token
 
 
 class Strict(BaseModel):
@@ -76,16 +76,20 @@ class TextPart(Strict):
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    content: str | list[TextPart] | None
     tool_calls: Annotated[list, Field(max_length=0)] | None = None
 
     def plain(self) -> dict[str, str]:
         """The message as chat templates know it."""
-        content = self.content
+        content = self.content or ""
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": content}
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
 
 
 def listed(value: str | list[str]) -> list[str]:
@@ -107,12 +111,12 @@ class Ask(Filters):
     """The text that a client asks for: what both kinds of requests have in common."""
 
     model: str = ""  # there is one, whatever its name
-    n: Length = Field(-1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
-    seed: int = Field(RANDOM, ge=RANDOM, le=SETTINGS["seed"].high)
+    n: Length = Field(-1, validation_alias=AliasChoices(*LIMITS))
+    seed: int = RANDOM
     stop: Annotated[StopStrings, AfterValidator(listed)] = []
     ignore_eos: bool = False
     stream: bool = False
-    stream_options: dict = {}
+    stream_options: StreamOptions = StreamOptions()
 
     def options(self) -> dict:
         """Arguments of Session.generate and Session.chat."""
@@ -158,7 +162,7 @@ class TextAsk(Ask):
     """A request for the text that follows a prompt, and the words of the answer."""
 
     prompt: str | Annotated[list[int], Field(min_length=1)]
-    logprobs: Best | None = None
+    logprobs: Best | bool = False  # llama.cpp takes true for 1
     echo: bool = False  # the prompt comes before the text
 
     kind: ClassVar = "text_completion"
@@ -167,7 +171,8 @@ class TextAsk(Ask):
     first_chunk: ClassVar = None
 
     def begin(self, session: Session, **options) -> Generation:
-        options |= dict(logprobs=self.logprobs, echo=self.echo)
+        best = None if self.logprobs is False else int(self.logprobs)
+        options |= dict(logprobs=best, echo=self.echo)
         return session.generate(self.prompt, **self.options(), **options)
 
     def whole(self, text: str) -> dict:
@@ -199,8 +204,9 @@ def read_ask(body: bytes, kind: type[Ask]) -> Ask:
     if not isinstance(fields, dict):
         raise Refused("the body must be an object of JSON")
     fields = {name: value for name, value in fields.items() if value is not None}
-    if fields.get("top_k") == -1:  # as vLLM and llama.cpp say that it is off
-        fields["top_k"] = 0
+    for name, value in fields.items():
+        if isinstance(value, float) and value.is_integer():  # 5.0 is 5: JSON has one kind of number
+            fields[name] = int(value)
     for name, values in UNSUPPORTED.items():
         value = fields.get(name, values[0])
         if isinstance(value, bool) or value not in values:
@@ -215,8 +221,9 @@ def read_ask(body: bytes, kind: type[Ask]) -> Ask:
         raise refusal(error) from None
     if isinstance(ask, ChatAsk) and ask.top_logprobs and not ask.logprobs:
         raise Refused("top_logprobs needs logprobs: true", param="top_logprobs")
-    if ask.seed < 0:
+    if ask.seed == RANDOM:
         ask.seed = random.SystemRandom().randrange(1 << 32)
+    ask.seed %= SETTINGS["seed"].high + 1  # OpenAI's may be negative
     return ask
 
 
@@ -251,7 +258,7 @@ class Form:
             "created": int(time.time()),
             "model": model,
         }
-        self.counts = bool(ask.stream_options.get("include_usage"))
+        self.counts = ask.stream_options.include_usage
 
     def whole(self, text: Generation) -> dict:
         choices = [self._choice(self.ask.whole(text.text), text.logprobs, text.ended_by)]

@@ -38,13 +38,13 @@ def _row(
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen. temp 0 is greedy; top_k 0, top_p 1, min_p 0 and repeat_penalty
-    1 are off. repeat_last_n is how many tokens the penalty looks back on, -1 for all. Another seed
-    gives another text. Raises ValueError for a value out of range."""
+    """How the next token is chosen. temp 0 is greedy; top_k 0 or -1, top_p 1, min_p 0 and
+    repeat_penalty 1 are off. repeat_last_n is how many tokens the penalty looks back on, -1 for
+    all. Another seed gives another text. Raises ValueError for a value out of range."""
 
     # fmt: off
     temp: float = _row(0.8, 0, INF, "temperature; 0 is greedy", "temperature", "temperature")
-    top_k: int = _row(40, 0, INF, "keep the N best tokens; 0 is off", "top_k")
+    top_k: int = _row(40, -1, INF, "keep the N best tokens; 0 or -1 is off", "top_k")
     top_p: float = _row(
         0.95, 0, 1, "keep the best tokens that together have this probability; 1 is off", "top_p")
     min_p: float = _row(
