@@ -160,9 +160,10 @@ def write(session: Session, ask: Ask, form: Form, link: Link) -> None:
     sent = 0.0  # when
     with closing(ask.begin(session, progress=stop_if_gone)) as text:
         for piece in text:
-            pieces.append(piece)
+            if piece.text or piece.logprobs:
+                pieces.append(piece)
             now = time.perf_counter()
-            if ask.stream and now > sent + PAUSE:
+            if ask.stream and pieces and now > sent + PAUSE:
                 link.send(Part(begin + form.pieces(pieces), last=False))
                 begin = b""
                 pieces = []
