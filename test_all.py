@@ -3786,8 +3786,8 @@ def test_serve_goes_on_after_an_error(tiny, monkeypatch, capfd):
     text = json.loads(said.body)["choices"][0]["text"]
     with monkeypatch.context() as patch:
         patch.setattr(session.model, "step", fails(RuntimeError("broken")))
-        begun, error = answer(stream=True)  # the prompt is known, and so its first token
-        assert begun.status == 200
+        begun, error = answer(stream=True, echo=True)
+        assert begun.status == 200 and b"Once upon a time" in begun.body
         assert error.body.startswith(b'data: {"error":{"message":"broken"')
         assert session.state.pos == 0
         [error] = answer()

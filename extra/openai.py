@@ -272,8 +272,7 @@ class Form:
 
     def pieces(self, pieces: list[Piece]) -> bytes:
         """A part of a stream."""
-        said = [piece for piece in pieces if piece.text or piece.logprobs]
-        return b"".join(self._chunk(self.ask.part(piece.text), piece.logprobs) for piece in said)
+        return b"".join(self._chunk(self.ask.part(piece.text), piece.logprobs) for piece in pieces)
 
     def end(self, text: Generation) -> bytes:
         """The end of a stream."""
