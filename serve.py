@@ -216,6 +216,7 @@ class Front:
         routes = [
             Route("/health", JSONResponse({"status": "ok"}), methods=["GET"]),
             Route("/models", models, methods=["GET"]),
+            Route("/models/{name:path}", JSONResponse(about), methods=["GET"]),
             Route("/chat/completions", partial(self.text, ChatAsk), methods=["POST"]),
             Route("/completions", partial(self.text, TextAsk), methods=["POST"]),
         ]

@@ -2908,6 +2908,36 @@ def test_conversation_with_unfinished_answers(tiny_session):
         talk.again()
 
 
+def test_session_names_of_dtypes_and_paths(tiny, monkeypatch, tmp_path):
+    for name in "float32", torch.float32, "fp32":
+        assert Session(tiny, dtype=name, device="cpu").model.dtype == torch.float32
+    monkeypatch.chdir(tmp_path)
+    assert Session("models/tales", device="cpu").model.checkpoint.folder == TALES
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fails(AssertionError("the hub")))
+    with pytest.raises(OSError, match="no folder models/talse here"):
+        Session("models/talse")
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(OSError, match="no folder mine/model here"):
+        Session("mine/model")
+
+
+def test_stop_strings_with_control_tokens():
+    tokenizer = Tokenizer(TALES)
+    end, text = tokenizer.control["</s>"], tokenizer.encode("One fox. Two", bos=False)
+    fox = next(i for i in range(len(text)) if tokenizer.decode(text[: i + 1]).endswith("fox"))
+    for stops, ids, expected, stopped in (
+        (["</s>"], [*text, end, *text], "One fox. Two", True),
+        (["fox</s>"], [*text[: fox + 1], end], "One ", True),
+        (["fox</s>"], text, "One fox. Two", False),
+        (["fox</s>"], [*text[: fox + 1], tokenizer.bos, *text[fox + 1 :]], "One fox. Two", False),
+        (["</s><s>"], [*text, end, *text, end, tokenizer.bos], "One fox. Two One fox. Two", True),
+        (["</s>."], [*text, end], "One fox. Two", False),
+    ):  # fmt: skip
+        stream = TextStream(tokenizer, strip_space=True, stops=stops)
+        seen = "".join(stream.push(id) for id in ids) + stream.finish()
+        assert (seen, stream.stopped) == (expected, stopped), stops
+
+
 # ---- chat.py: conversations
 
 
@@ -3831,6 +3861,7 @@ def test_serve_as_the_openai_package_asks(server):
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any")
     asks = dict(model="tales", messages=FOX, max_tokens=12, temperature=0)
     assert [model.id for model in client.models.list()] == ["tales"]
+    assert client.models.retrieve("tales").id == "tales"
     whole = client.chat.completions.create(**asks, logprobs=True, top_logprobs=2).choices[0]
     assert whole.logprobs.content[0].top_logprobs[0].token == whole.logprobs.content[0].token
     chunks = client.chat.completions.create(**asks, stream=True)
@@ -3838,39 +3869,6 @@ def test_serve_as_the_openai_package_asks(server):
     assert text == whole.message.content
     with pytest.raises(openai.BadRequestError, match="n must be absent or 1"):
         client.chat.completions.create(**asks, n=2)
-
-
-# ---- session.py
-
-
-def test_session_names_of_dtypes_and_paths(tiny, monkeypatch, tmp_path):
-    for name in "float32", torch.float32, "fp32":
-        assert Session(tiny, dtype=name, device="cpu").model.dtype == torch.float32
-    monkeypatch.chdir(tmp_path)
-    assert Session("models/tales", device="cpu").model.checkpoint.folder == TALES
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fails(AssertionError("the hub")))
-    with pytest.raises(OSError, match="no folder models/talse here"):
-        Session("models/talse")
-    (tmp_path / "mine").mkdir()
-    with pytest.raises(OSError, match="no folder mine/model here"):
-        Session("mine/model")
-
-
-def test_stop_strings_with_control_tokens():
-    tokenizer = Tokenizer(TALES)
-    end, text = tokenizer.control["</s>"], tokenizer.encode("One fox. Two", bos=False)
-    fox = next(i for i in range(len(text)) if tokenizer.decode(text[: i + 1]).endswith("fox"))
-    for stops, ids, expected, stopped in (
-        (["</s>"], [*text, end, *text], "One fox. Two", True),
-        (["fox</s>"], [*text[: fox + 1], end], "One ", True),
-        (["fox</s>"], text, "One fox. Two", False),
-        (["fox</s>"], [*text[: fox + 1], tokenizer.bos, *text[fox + 1 :]], "One fox. Two", False),
-        (["</s><s>"], [*text, end, *text, end, tokenizer.bos], "One fox. Two One fox. Two", True),
-        (["</s>."], [*text, end], "One fox. Two", False),
-    ):  # fmt: skip
-        stream = TextStream(tokenizer, strip_space=True, stops=stops)
-        seen = "".join(stream.push(id) for id in ids) + stream.finish()
-        assert (seen, stream.stopped) == (expected, stopped), stops
 
 
 # ---- checkpoint.py, extra/sources.py, extra/tensors.py and extra/hub.py: layouts, families, the hub
