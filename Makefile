@@ -51,13 +51,13 @@ kernels: .venv/ready  ## each op against its ceiling and plain PyTorch (on a CPU
 profile: .venv/ready  ## one step, kernel by kernel (on a CPU: torch's ops)
 	$(VENV)/python dev/steps.py -m "$(BENCH_MODEL)" $(ARGS)
 
-test: .venv/ready-test model  ## all tests; no GPU needed: four to ten minutes on two cores
+test: .venv/ready-test model  ## all tests; no GPU needed: four to eight minutes on two cores
 	$(VENV)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal $(PYTEST) $(TESTS) $(ARGS)
 
 fuzz: .venv/ready-test  ## corrupt checkpoints, templates, texts and options at random for a minute
 	$(VENV)/python dev/fuzz.py $(ARGS)
 
-mutate: .venv/ready-test  ## small wrong changes to the program, each of which the tests must notice: eleven minutes of CPU time
+mutate: .venv/ready-test  ## small wrong changes to the program, each of which the tests must notice: three to eleven minutes of CPU time
 	$(VENV)/python dev/mutate.py $(ARGS)
 
 lint: .venv/ready-test  ## ruff: style and formatting

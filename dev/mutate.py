@@ -1,6 +1,6 @@
 """Mutation testing: small wrong changes to the program, each of which the tests must notice.
 
-    python dev/mutate.py                   # all of them; eleven minutes of CPU time
+    python dev/mutate.py                   # all of them; three to eleven minutes of CPU time
     python dev/mutate.py sampling.py       # those of one file
     python dev/mutate.py --check           # only whether each one's text is in the program
 
