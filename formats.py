@@ -448,9 +448,9 @@ PLAIN = Format("none", 16, load_elements, plain_values)
 
 @jit
 def first_rows(ids, N, SUMMED: tl.constexpr):
-    """A tuple: the first row in W, a stack of matrices of N rows, of each of the SUMMED ones whose
-    products are added up, or of this program's one. The loads bypass the L1 cache, where ids may be
-    stale."""
+    """W is a stack of matrices of N rows. Returns a tuple of first rows: of the SUMMED matrices whose
+    products are added up or, if SUMMED is 1, of the one that this program multiplies. The loads
+    bypass the L1 cache, where ids may be stale."""
     first = ()
     if ids is None:
         first += (0,)

@@ -9,7 +9,7 @@ Read in this order:
     attention.py   for one token, a few, or a prompt
     sampling.py    how the next token is chosen
     kernels.py     (here) what is done with the rows of each product, RoPE, the embedding, and last
-                   the table of all ops: start with that
+                   the table of all ops, which is worth a look first
 
 In extra/ is what only some models, cards or machines need: stream.py and quants.py (codes in
 groups), experts.py, hopper.py, cpu.py, parallel.py.

@@ -285,7 +285,7 @@ TABLES_FILE = Path(__file__).with_name("launch.json")
 def tables() -> dict[str, Any]:
     """The contents of launch.json. Each table is looked up by compute capability (0 is the
     interpreter), then by the numbers listed here. Where a number is missing, the next smaller one
-    is taken, unless the list says that it must be exact.
+    is taken, or the smallest if there is none, unless the list says that it must be exact.
 
     vector    bits per weight, op ("default" for any other), columns of W: VectorSizes
     stream    the same: StreamSizes

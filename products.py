@@ -554,7 +554,7 @@ def _few_kernel(
 
     With experts, W is a stack of matrices of N rows. The programs of each row of the grid take one
     of those that were chosen, and the slots that chose it instead of T tokens. A router writes
-    which these are, so that they wait for it at once."""
+    which these are, so they wait for it at once."""
     gdc_launch_dependents(PDL)
     row = tl.program_id(0) * TILE.rows
     first = 0
@@ -925,7 +925,8 @@ def library_product(
 ) -> Tensor:  # fmt: skip
     """rmsnorm(x) W^T, or x W^T without a norm, by the library, for T > 1; stored in `out` or added
     to it, if it is given. accumulate="fp16" sums in half precision, which is twice as fast on
-    GeForce tensor cores; a sum that overflows is inf in the library, and 65504 here."""
+    GeForce tensor cores; a sum that overflows is inf in the library, and 65504 here. Products of
+    8-bit floats on tensor cores are never summed so."""
     if tensor_core_format(w, accumulate):
         codes, scales = encode_rows(x, norm, eps)
         y = tensor_core_linear(codes, scales, w, x.dtype, accumulate)

@@ -127,7 +127,7 @@ def write_next(session: Session, model: str, link: Link) -> None:
     from model import ContextFull
 
     ranks = session.ranks
-    ask = ranks.broadcast(lambda: link.receive())
+    ask = ranks.broadcast(link.receive)
     try:
         write(session, ask, Form(ask, model, session), link)
         return

@@ -11,9 +11,9 @@ The experts' matrices are a stack: they lie one after the other in one Matrix, w
 w2 [E C, F], where F is the hidden_dim of one expert. A slot is one of the k places of a token.
 Weights are applied to the hidden values, so that what follows is a plain sum over the slots.
 
-Read in this order: the router; the products, by products.py with up to 16 tokens and by the kernel
-here in a prompt; their epilogues; last the two ops that kernels.py asks for in a layer with
-experts."""
+Read in this order: the router; the products, by products.py with up to 16 tokens where launch.json
+has sizes, otherwise by the kernel here; their epilogues; last the two ops that kernels.py asks for
+in a layer with experts."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
@@ -382,7 +382,8 @@ def _launch_grouped(
     x: Tensor, norm: Tensor | None, w: Matrix, eps: float, epilogue: Epilogue, slots: Slots,
     accumulate: str,
 ) -> None:  # fmt: skip
-    """_launch_several of a prompt."""
+    """_launch_several by the kernel above: of a prompt, or of a few tokens for which launch.json has
+    no sizes."""
     order, counts, experts = slots
     count, E = len(order), len(counts)
     rows = w.rows // E

@@ -88,7 +88,7 @@ def pick_backend(name: str, device: torch.device) -> str:
 def check_accumulate(
     accumulate: str, backend: str, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Raise ValueError if a prompt's products shall be accumulated in half precision, but cannot
+    """Raise ValueError if a prompt's products are to be accumulated in half precision but cannot
     be."""
     check_choice("accumulate", accumulate, ("auto", "fp32", "fp16"))
     can_be_done = backend == "triton" and device.type == "cuda" and dtype == torch.float16

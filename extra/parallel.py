@@ -10,10 +10,10 @@ again, the same on all of them. Two sums per layer and one gather of the logits 
 the communication there is. All ranks sample from the same logits with the same random number, so
 the token need not be sent.
 
-The model is unaware of this: it runs on a table of ops like any other, in which `linear_add` ends
-with a sum over the ranks and `rmsnorm_linear` with a gather: through NCCL (gloo on CPUs) or, if
-the GPUs reach each other's memory, through the exchange further down. CUDA graphs contain either,
-so on GPUs the host is not in the way."""
+A forward pass is unaware of this: it runs on a table of ops like any other, in which `linear_add`
+ends with a sum over the ranks and `rmsnorm_linear` with a gather: through NCCL (gloo on CPUs) or,
+if the GPUs reach each other's memory, through the exchange further down. CUDA graphs contain
+either, so on GPUs the host is not in the way."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
