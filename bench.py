@@ -329,8 +329,8 @@ def random_weights(
 def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: str) -> Llama:
     """A checkpoint, or random weights for a name like random:7b, with room for ctx_size tokens.
     format "none" leaves the matrices as they are. On a CPU, sets how many threads torch uses."""
-    args.ranks.finish()  # before a model that was measured is freed, whose sums all ranks read
-    gc.collect()
+    args.ranks.finish()  # no rank frees a model from whose memory others may still read
+    gc.collect()  # frees a model that was measured before
     torch.cuda.empty_cache()
     ctx_size = max(ctx_size, args.ctx_size or 0)
     if args.model.startswith("random:"):

@@ -293,8 +293,8 @@ class Placement(NamedTuple):
     rows: slice  # of the source's tensor
 
 
-# Weights that are read at once, if they lie in several parts of one tensor
-AT_ONCE = 1 << 24
+# The most weights of several parts that are read at once
+READ_AT_ONCE = 1 << 24
 
 
 def joined(placements: list[Placement]) -> list[Placement]:
@@ -321,7 +321,7 @@ def continues(before: Placement, after: Placement) -> bool:
     count = before.rows.stop - before.rows.start
     follows = before.place.start + count * before.place.step == after.place.start
     rows = after.rows.stop - before.rows.start
-    fits = rows * before.tensor.shape[-1] <= AT_ONCE
+    fits = rows * before.tensor.shape[-1] <= READ_AT_ONCE
     return follows and before.rows.stop == after.rows.start and fits
 
 

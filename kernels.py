@@ -372,7 +372,7 @@ def rmsnorm_swiglu_ref(
 
 
 @jit
-def _prepare_halves(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
+def _prepare_swiglu(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
     """The indices that _store_swiglu needs, computed early as in prepare_rows."""
     return rows_and_tokens(row // 2, ROWS // 2, TOKENS)
 
@@ -419,7 +419,7 @@ def rmsnorm_swiglu(
     norm, eps = layer.ffn_norm, state.norm_eps
     out = x.new_empty(T, F)
     if is_fused("rmsnorm_swiglu", x, layer.w13):
-        epilogue = Epilogue(_prepare_halves, _store_swiglu, (out,))
+        epilogue = Epilogue(_prepare_swiglu, _store_swiglu, (out,))
         launch_product("rmsnorm_swiglu", x, norm, layer.w13, eps, epilogue)
     else:
         ab = library_product(x, norm, layer.w13, eps, accumulate)

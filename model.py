@@ -437,6 +437,9 @@ class ContextFull(ValueError):
     """There are more tokens than the context holds."""
 
 
+BANNED = -1e36  # a logit that no temperature draws; finite, since others are an error
+
+
 class State:
     """Everything that belongs to one sequence: the tokens seen so far with their keys and values,
     how the next one is chosen, and what kernels and graphs need meanwhile. llama2.c calls it
@@ -630,9 +633,6 @@ def generate(
             asked = time.perf_counter()
             if token in eos and not ignore_eos:
                 return
-
-
-BANNED = -1e36  # a logit that no temperature draws; finite, since others are an error
 
 
 def choose_next(model: Llama, state: State, logits: Tensor) -> None:

@@ -5824,7 +5824,7 @@ def test_gguf_models_equal_transformers(tmp_path, cli, family, monkeypatch):
             len(loader_of(ours).placements(t)) for t in layer_tensors(ours.config)[-2:]
         ]
         assert reads() == [2, 1], "w1, w3 and w2 of all experts are read at once"
-        monkeypatch.setattr(checkpoint, "AT_ONCE", 3 * 256 * 512)
+        monkeypatch.setattr(checkpoint, "READ_AT_ONCE", 3 * 256 * 512)
         assert reads() == [2 * -(-count // 3), -(-count // 3)]
         for one, other in zip(loaded(ours).matrices, whole.matrices, strict=True):
             assert torch.equal(one.dense(), other.dense())

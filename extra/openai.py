@@ -258,7 +258,7 @@ class Form:
             "created": int(time.time()),
             "model": model,
         }
-        self.counts = ask.stream_options.include_usage
+        self.with_usage = ask.stream_options.include_usage
 
     def whole(self, text: Generation) -> dict:
         choices = [self._choice(self.ask.whole(text.text), text.logprobs, text.ended_by)]
@@ -277,13 +277,13 @@ class Form:
     def end(self, text: Generation) -> bytes:
         """The end of a stream."""
         end = self._chunk(self.ask.part(""), ended_by=text.ended_by)
-        if self.counts:
+        if self.with_usage:
             end += event(self.head | {"choices": [], "usage": usage(text)})
         return end + b"data: [DONE]\n\n"
 
     def _chunk(self, said: dict, logprobs: Sequence[Logprob] = (), ended_by: str = "") -> bytes:
         chunk = self.head | {"choices": [self._choice(said, logprobs, ended_by)]}
-        if self.counts:
+        if self.with_usage:
             chunk["usage"] = None
         return event(chunk)
 

@@ -229,7 +229,7 @@ def share(count: int, rank: int, size: int) -> slice:
 #      its term only after all its earlier kernels have ended, so after it has read the inbox.
 #      Numbers repeat every 2^32 rounds.
 #
-#      Several tokens, or a prompt. Here bandwidth counts, so terms travel bare. Each rank computes
+#      Several tokens, or a prompt. Here bandwidth counts, so terms have no numbers. Each rank computes
 #      its own in its own memory; then a kernel on each rank waits until those of all ranks are
 #      there, reads them, and adds them up in the same order everywhere. To wait, the programs of
 #      that kernel meet: each sets a flag in the memory of every rank to the number of sums it has
@@ -356,7 +356,7 @@ def _add_terms_kernel(
 
 # Programs of that kernel for each streaming multiprocessor, at most. All must run at once, since each
 # waits for its twins
-AT_ONCE = 4
+PROGRAMS_PER_SM = 4
 # The most bytes that a rank reads from the others for a sum. Beyond that NCCL is as fast, since
 # each rank adds up a share only
 READ_AT_MOST = 16 << 20
@@ -383,6 +383,7 @@ class Exchange:
         self.ranks = len(entries.addresses)
         self.inboxes: dict[Matrix, tuple[Tensor, Tensor]] = {}  # all addresses, own entries
         self.buffers: dict[Matrix, tuple[Tensor, Tensor]] = {}  # all addresses, own terms
+        self.room = terms.own[0].numel()
         in_bytes = terms.own[0].nbytes
         buffers = [
             (
@@ -454,8 +455,7 @@ class Exchange:
 
     def has_room(self, residual: Tensor) -> bool:
         """Whether terms of this shape fit into the buffers."""
-        _, own = next(iter(self.buffers.values()))
-        return residual.numel() <= own.numel()
+        return residual.numel() <= self.room
 
     def term(self, w: Matrix, residual: Tensor) -> Tensor:
         """Where this rank's term of a sum with this shape belongs."""
@@ -505,7 +505,7 @@ def make_exchange(
     entries = shared(ranks.size * sum(rows.values()), dtype=torch.int64)
     room = READ_AT_MOST // (ranks.size - 1) // 16 * 16  # since 16 bytes are read at once
     terms = shared(2, room // dtype.itemsize, dtype=dtype)
-    flags = shared(AT_ONCE * processors(device), ranks.size, dtype=torch.int32)
+    flags = shared(PROGRAMS_PER_SM * processors(device), ranks.size, dtype=torch.int32)
     exchange = Exchange(rows, ranks.rank, entries, terms, flags)
     torch.cuda.synchronize()
     ranks.gather(lambda: None)  # all are zero before anyone writes
