@@ -448,6 +448,13 @@ def _store_slots(
     tl.store(args[0] + slots * N + rows, y.to(args[0].dtype.element_ty), mask=mask)
 
 
+class Hidden(NamedTuple):
+    """The size that _store_hidden needs. N is no substitute: extra/stream.py passes the row at which
+    a program ends."""
+
+    F: int
+
+
 @jit
 def _prepare_hidden(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
     """The same for h, and the slots' weights. With one token, a program has a single slot, and the
@@ -471,7 +478,7 @@ def _store_hidden(
     a, b = products.even_and_odd(y, ROWS, TOKENS)
     h = (products.silu_mul(a, b) * weights).to(args[0].dtype.element_ty)
     mask = (offs_f < N // 2) & (i < T)
-    tl.store(args[0] + slots * (N // 2) + offs_f, h, mask=mask)
+    tl.store(args[0] + slots * SIZES.F + offs_f, h, mask=mask)
 
 
 @jit
@@ -512,7 +519,7 @@ def swiglu(
     """kernels.rmsnorm_swiglu of each slot, times its weight: [T, k, F]."""
     F = layer.w13.rows // layer.router.rows // 2
     h = x.new_empty(*routes.ids.shape, F)
-    epilogue = Epilogue(_prepare_hidden, _store_hidden, (h, routes.weights))
+    epilogue = Epilogue(_prepare_hidden, _store_hidden, (h, routes.weights), Hidden(F))
     product = ("experts_swiglu", x, layer.ffn_norm, layer.w13, state.norm_eps, epilogue)
     if len(x) == 1:
         products.launch_single(*product, Stack(routes.ids[0], 2 * F, 1))
