@@ -3892,14 +3892,16 @@ def test_families_equal_transformers(tmp_path, family, fp8, backend, monkeypatch
     prompt = torch.randint(5, 300, (T,))
     device = DEVICE.type if backend == "triton" else "cpu"
     ours = load(tmp_path, dtype="fp32", device=device, backend=backend, format=fp8)
-    pieces = logits_of(ours, prompt, T - 12, 1, 10, 1)
     if fp8:
         decoded = load(tmp_path, dtype="fp32", device="cpu", format=fp8)
         with_dense_weights(decoded)
         expected = logits_of(decoded, prompt)
-        assert_close(pieces, expected, 0.02)  # with an activation in fp16 on a CPU
-        assert_close(logits_of(ours, prompt), expected, 1e-4)
+        singly = 0.02 if backend == "torch" else 1e-4  # with an activation in fp16 on a CPU
+        assert_close(logits_of(ours, prompt, *[1] * T), expected, singly)
+        if device == "cpu":  # a GPU rounds those of several tokens to 8 bits
+            assert_close(logits_of(ours, prompt), expected, 1e-4)
         return
+    pieces = logits_of(ours, prompt, T - 12, 1, 10, 1)
     assert_close(pieces, oracle(theirs, prompt.tolist()), 1e-4)
     if backend == "torch":
         text = prompt.tolist() + greedy(ours, prompt.tolist(), 12)
@@ -6717,9 +6719,11 @@ def test_looking_for_proposals_costs_3_percent(cost, found):
         assert all(spend(4) > 1 for _ in range(20))
 
 
-def test_capturing_is_no_part_of_a_pass(exact, monkeypatch):
-    """By a clock that moves 9 seconds when a graph is captured and 1 when it is replayed."""
+def test_capturing_is_no_part_of_a_pass(tiny, monkeypatch):
+    """By a clock that moves 9 seconds when a graph is captured and 1 when it is replayed. A GPU has a
+    clock of its own."""
     decode_in_graphs(monkeypatch)
+    exact = exact_model(tiny, 64)
     now, charged = [0.0], []
 
     def work(seconds: float, run) -> None:
