@@ -208,9 +208,9 @@ class Llama:
             if self.ranks.rank > 0:  # rank 0 adds their biases, as it does the residual
                 for m in summed:
                     m.bias = None
-            rows = {m: self.config.dim for m in summed}
-            rows[w.output] = w.output.rows
-            self.exchange = make_exchange(self.ranks, rows, self.backend, self.device, self.dtype)
+            exchanged = [*summed, w.output]
+            where = (self.backend, self.device, self.dtype)
+            self.exchange = make_exchange(self.ranks, exchanged, self.config.dim, *where)
             fp16_sums = self.accumulate == "fp16"
             self.ops = self.ranks.cut_ops(self.ops, self.exchange, fp16_sums)
         if self.backend == "triton":

@@ -899,9 +899,10 @@ def tensor_core_linear(
     w: Matrix,
     dtype: torch.dtype,
     accumulate: str,
+    out: Tensor | None = None,
 ) -> Tensor:
     """x W^T on 8-bit tensor cores, x given as codes and scales: [T, K] -> [T, N], in dtype where
-    the library supports that.
+    the library supports that; stored in `out`, if it is given and of that type.
 
     Hopper's tensor cores accumulate products of 8-bit floats with about 14 bits, unless the sums
     are moved to fp32 registers every few products (accumulate "fp32"), which costs a tenth of the
@@ -909,13 +910,18 @@ def tensor_core_linear(
     rounding the activations."""
     if not isinstance(w.format, Float8):
         w = as_e4m3(w)
+    if not _cublas_scales_rows(w.data.device):
+        dtype = torch.bfloat16
+    if out is None or out.dtype != dtype:
+        out = torch.empty(len(codes), w.rows, dtype=dtype, device=codes.device)
     return torch._scaled_mm(
         codes.view(E4M3.dtype),
         w.data.view(w.format.dtype).t(),
         scales,
         w.tensors[1].t(),
-        out_dtype=dtype if _cublas_scales_rows(w.data.device) else torch.bfloat16,
+        out_dtype=dtype,
         use_fast_accum=accumulate != "fp32",
+        out=out,
     )
 
 
@@ -929,9 +935,12 @@ def library_product(
     8-bit floats on tensor cores are never summed so."""
     if tensor_core_format(w, accumulate):
         codes, scales = encode_rows(x, norm, eps)
-        y = tensor_core_linear(codes, scales, w, x.dtype, accumulate)
-        if out is not None:
-            y = out.add_(y) if added else out.copy_(y)
+        stored = None if added else out
+        y = tensor_core_linear(codes, scales, w, x.dtype, accumulate, stored)
+        if added:
+            y = out.add_(y)
+        elif out is not None:
+            y = out.copy_(y)  # nothing to do if it was stored there
         return y if w.bias is None else y.add_(w.bias)
     x = normed(x, norm, eps)
     dense = dense_for(w, x)

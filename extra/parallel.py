@@ -37,7 +37,14 @@ from attention import StateView
 from extra.experts import Routes, slots_added
 from formats import Matrix
 from launch import gdc_launch_dependents, gdc_wait, jit, launch, processors, saturated, tl, triton
-from products import Epilogue, Stack, launch_single
+from products import (
+    MAX_FEW,
+    Epilogue,
+    is_fused,
+    launch_product,
+    launch_single,
+    rows_and_tokens,
+)
 
 Value = TypeVar("Value")
 # How long ranks wait for one another while the user thinks; if one dies, torchrun ends the others
@@ -159,7 +166,7 @@ class Ranks:
         def linear_add(
             x: Tensor, w: Matrix, residual: Tensor, routes: Routes | None = None
         ) -> Tensor:
-            if exchange and len(x) == 1:
+            if exchange and exchange.sends(x, w, routes):
                 return exchange.linear_add(x, w, residual, routes)
             if exchange and exchange.has_room(residual):
                 ops.linear_store(x, w, exchange.term(w, residual), routes)
@@ -173,12 +180,15 @@ class Ranks:
             x: Tensor, norm: Tensor, w: Matrix, state: StateView, out: Tensor
         ) -> Tensor:
             if exchange and len(x) == 1:
-                return exchange.rmsnorm_linear(x, norm, w, state.norm_eps, out)
-            part = ops.rmsnorm_linear(x, norm, w, state, out.new_empty(len(x), w.rows))
-            parts = part.new_empty(self.size * len(part), w.rows)
-            dist.all_gather_into_tensor(parts, part)
-            for rank, columns in enumerate(parts.chunk(self.size)):
-                out[:, share(out.shape[1], rank, self.size)] = columns
+                exchange.rmsnorm_linear(x, norm, w, state.norm_eps, out)
+            else:
+                part = ops.rmsnorm_linear(x, norm, w, state, out.new_empty(len(x), w.rows))
+                parts = part.new_empty(self.size * len(part), w.rows)
+                dist.all_gather_into_tensor(parts, part)
+                for rank, columns in enumerate(parts.chunk(self.size)):
+                    out[:, share(out.shape[1], rank, self.size)] = columns
+            if exchange:
+                exchange.end_round()
             return out
 
         own = dict(linear_add=linear_add, rmsnorm_linear=rmsnorm_linear)
@@ -213,38 +223,31 @@ def share(count: int, rank: int, size: int) -> slice:
 # ---- the exchange: sums and gathers through the memory of the other GPUs, which takes a fraction of
 #      the time of a call of NCCL.
 #
-#      One token. A token of a 7B model takes 64 sums of 4,096 values: what counts is latency, not bandwidth. A
-#      flag that says "all is written" would need a fence and a second trip, so this is NCCL's
-#      low-latency protocol: each value travels with the number of its round, in an entry of eight
-#      bytes, and eight bytes arrive whole. The product kernel writes an entry for each of its rows
-#      to every rank; a small kernel, started early by programmatic dependent launch, polls the
-#      entries in its own rank's memory until all of them bear this round's number, and adds them
-#      up.
+#      Up to 16 tokens. A pass of a 7B model takes 64 sums, of 4,096 values a token: what counts is
+#      latency, not bandwidth. A flag that says "all is written" would need a fence and a second trip,
+#      so this is NCCL's low-latency protocol: each value travels with the number of its sum, in an
+#      entry of eight bytes, and eight bytes arrive whole. The product kernel writes an entry for each
+#      of its results to every rank; a small kernel, started early by programmatic dependent launch,
+#      polls the entries in its own rank's memory until all of them bear this sum's number, and adds
+#      them up. Numbers repeat after 2^32 sums.
 #
-#      Why no entry is stale, or overwritten before it is read. A round is a step of the model, and
-#      every matrix has entries of its own, its inbox. A reader waits for exactly this round's
-#      number, so it takes no entry of an earlier round. And a writer never gets ahead: before a
-#      rank writes to an inbox again, a round later, it has finished another sum (of another inbox, of
-#      which each layer has two, or NCCL's), which needs a term from every rank; and a rank sends
-#      its term only after all its earlier kernels have ended, so after it has read the inbox.
-#      Numbers repeat every 2^32 rounds.
+#      A prompt. Here bandwidth counts, so its terms have no numbers. Each rank computes its own in its
+#      own memory; then a kernel on each rank waits until those of all ranks are there, reads them,
+#      and adds them up in the same order everywhere. To wait, the programs of that kernel meet: each
+#      sets a flag in the memory of every other rank to the number of prompts' sums it has taken part
+#      in, and waits until its twins have set its own.
 #
-#      Several tokens, or a prompt. Here bandwidth counts, so terms have no numbers. Each rank computes
-#      its own in its own memory; then a kernel on each rank waits until those of all ranks are
-#      there, reads them, and adds them up in the same order everywhere. To wait, the programs of
-#      that kernel meet: each sets a flag in the memory of every rank to the number of sums it has
-#      taken part in, and waits until its twins on all ranks have set its own.
-#
-#      Why no term is overwritten before it is read. wo and w2 have a buffer each, and take turns.
-#      Before a rank writes to one of them again, it has finished a sum in the other, for which it
-#      met all ranks; and a rank meets the others only after all its earlier kernels have ended, so
-#      after it has read the first.
+#      Why nothing is overwritten before it is read. There are two inboxes for entries and two buffers
+#      for terms, of which wo has one and w2 the other, and an inbox for the logits. So between two
+#      uses of one of them lies a sum or a gather in another, for which each rank needs something from
+#      all others; and a rank sends its part, or sets its flags, only after all its earlier kernels
+#      have ended, so after it has read what came before.
 
 
 @jit
-def _number(round_number):
-    """This round's number, in the upper half of an entry."""
-    return tl.load(round_number).to(tl.int64) << 32
+def _number(number):
+    """A sum's number in the upper half of an entry."""
+    return tl.load(number).to(tl.int64) << 32
 
 
 @jit
@@ -267,10 +270,11 @@ class Peers(NamedTuple):
 def _prepare_entries(
     args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
 ):
-    """This round's number, and where each rank's memory begins; neither changes within a step."""
-    ranks = tl.arange(0, triton.next_power_of_2(SIZES.ranks))
-    addresses = tl.load(args[0] + ranks, mask=ranks < SIZES.ranks, other=0)
-    inboxes = addresses.to(tl.pointer_type(tl.int64))
+    """This sum's number, which does not change within a round, and each rank's inbox."""
+    RANKS: tl.constexpr = SIZES.ranks
+    inboxes = ()
+    for rank in tl.static_range(RANKS):
+        inboxes += (tl.load(args[0] + rank).to(tl.pointer_type(tl.int64)),)
     return _number(args[1]), inboxes
 
 
@@ -278,27 +282,27 @@ def _prepare_entries(
 def _store_entries(
     args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
 ):
-    """An epilogue: y [ROWS] written as entries to every rank. args: addresses, one a rank, and the
-    round's number."""
+    """An epilogue: y written as entries [T, N] to every rank. args: the addresses of the inboxes,
+    one a rank, and the number."""
+    RANKS: tl.constexpr = SIZES.ranks
     number, inboxes = ready
-    rows = row + tl.arange(0, ROWS)
-    ranks = tl.arange(0, triton.next_power_of_2(SIZES.ranks))
+    rows, t = rows_and_tokens(row, ROWS, TOKENS)
     entries = number | (y.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
-    mask = (ranks[:, None] < SIZES.ranks) & (rows[None, :] < N)
-    tl.store(inboxes[:, None] + rows[None, :], entries[None, :], mask=mask)
+    for rank in tl.static_range(RANKS):
+        tl.store(inboxes[rank] + t * N + rows, entries, mask=(rows < N) & (t < T))
 
 
 @jit
 def _add_received_kernel(
-    entries, round_number, residual,
-    N: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    entries, number, residual, N,
+    ROOM: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """residual += the sum of what the ranks sent. entries [RANKS, N], residual [N]"""
+    """residual [N] += the sum of what the ranks sent. entries [RANKS, ROOM]"""
     gdc_launch_dependents(PDL)
     offs_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ranks = tl.arange(0, triton.next_power_of_2(RANKS))
     mask = (ranks[:, None] < RANKS) & (offs_n[None, :] < N)
-    values = _receive(entries + ranks[:, None] * N + offs_n[None, :], mask, _number(round_number))
+    values = _receive(entries + ranks[:, None] * ROOM + offs_n[None, :], mask, _number(number))
     gdc_wait(PDL)  # for the residual's writer
     old = tl.load(residual + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
     new = (old + tl.sum(values, 0)).to(residual.dtype.element_ty)
@@ -307,28 +311,28 @@ def _add_received_kernel(
 
 @jit
 def _gather_received_kernel(
-    entries, round_number, out,
-    N: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    entries, number, out, N: tl.constexpr, V: tl.constexpr,
+    ROOM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[v] = what the rank that has row v sent. entries [ranks, N], out [V]; rank p begins at row
-    min(p N, V - N)."""
+    """out[v] = what the rank that has row v sent. entries [ranks, ROOM], out [V]; rank p sends N
+    rows, of which the first is min(p N, V - N)."""
     gdc_launch_dependents(PDL)
     offs_v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     rank = offs_v // N
-    offs = rank * N + offs_v - tl.minimum(rank * N, V - N)
-    values = _receive(entries + offs, offs_v < V, _number(round_number))
+    offs = rank * ROOM + offs_v - tl.minimum(rank * N, V - N)
+    values = _receive(entries + offs, offs_v < V, _number(number))
     gdc_wait(PDL)
     tl.store(out + offs_v, values, mask=offs_v < V)
 
 
 @jit
 def _add_terms_kernel(
-    terms, flags, own_flags, sums, residual, N,
+    terms, flags, own_flags, sums, residual, N, RANK: tl.constexpr,
     RANKS: tl.constexpr, BLOCK: tl.constexpr, FP16_SUMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """residual [N] += the sum of the ranks' terms [N], once all are there. terms, flags [RANKS]:
-    the addresses of each rank's terms, and of what this rank sets in each rank's flags. own_flags
-    [programs, RANKS]; sums [programs]: how many each program has taken part in."""
+    the addresses of each rank's terms, and of what this one, RANK, sets in each rank's flags.
+    own_flags [programs, RANKS]; sums [programs]: how many each program has taken part in."""
     gdc_launch_dependents(PDL)
     gdc_wait(PDL)
     pid = tl.program_id(0)
@@ -336,12 +340,14 @@ def _add_terms_kernel(
     number = tl.atomic_add(sums + pid, 1) + 1
     # "release" and "acquire": whoever sees a flag also sees the terms written before it was set
     for rank in tl.static_range(RANKS):
-        theirs = tl.load(flags + rank).to(own_flags.dtype)
-        tl.atomic_xchg(theirs + pid * RANKS, number, sem="release", scope="sys")
+        if rank != RANK:
+            theirs = tl.load(flags + rank).to(own_flags.dtype)
+            tl.atomic_xchg(theirs + pid * RANKS, number, sem="release", scope="sys")
     for rank in tl.static_range(RANKS):
-        own = own_flags + pid * RANKS + rank
-        while tl.atomic_add(own, 0, sem="acquire", scope="sys") - number < 0:
-            pass
+        if rank != RANK:
+            own = own_flags + pid * RANKS + rank
+            while tl.atomic_add(own, 0, sem="acquire", scope="sys") - number < 0:
+                pass
     tl.debug_barrier()
     for start in range(pid * BLOCK, N, programs * BLOCK):
         offs_n = start + tl.arange(0, BLOCK)
@@ -369,88 +375,95 @@ class Shared(NamedTuple):
     addresses: list[int]  # of each rank's
 
 
+class Inbox(NamedTuple):
+    """Where the entries of a product arrive."""
+
+    addresses: Tensor  # int64 [ranks]: where this rank's entries begin in each rank's inbox
+    entries: Tensor  # int64 [ranks, room]: this rank's inbox, in which each rank has its own part
+    number: Tensor  # int32 [1]: the upper halves of entries of this round
+
+
 class Exchange:
-    """What the ranks exchange lies here: in inboxes, one for each matrix, if it is for one token;
-    otherwise in two buffers of terms."""
+    """What the ranks exchange lies here: in inboxes if it is for a few tokens, otherwise in two
+    buffers of terms."""
 
     def __init__(
-        self, rows: dict[Matrix, int], rank: int, entries: Shared, terms: Shared, flags: Shared
+        self, matrices: list[Matrix], rank: int, entries: Shared, terms: Shared, flags: Shared
     ):
-        """rows: of the products that are exchanged, each by its matrix, in the same order on all
-        ranks: wo and w2 of each layer in turn, then the output. entries: int64 [ranks * rows of all
-        products] and zero. terms [2, room], flags int32 [programs, ranks] and zero."""
+        """matrices: whose products are exchanged, in the same order on all ranks: wo and w2 of each
+        layer in turn, then the output. entries: int64 [3, ranks, room], room for MAX_FEW terms of a
+        sum and for a rank's logits. terms [2, room], flags int32 [programs, ranks]. entries and
+        flags are zero."""
         device = entries.own.device
+        self.rank = rank
         self.ranks = len(entries.addresses)
-        self.inboxes: dict[Matrix, tuple[Tensor, Tensor]] = {}  # all addresses, own entries
+        self.numbers = torch.arange(1, 1 + len(matrices), dtype=torch.int32, device=device)
+        self.inboxes: dict[Matrix, Inbox] = {}
         self.buffers: dict[Matrix, tuple[Tensor, Tensor]] = {}  # all addresses, own terms
         self.room = terms.own[0].numel()
-        in_bytes = terms.own[0].nbytes
+        part = entries.own[0, 0].nbytes
+
+        def addresses(of_ranks: list[int], offset: int) -> Tensor:
+            return torch.tensor([address + offset for address in of_ranks], device=device)
+
+        inboxes = [
+            (addresses(entries.addresses, (turn * self.ranks + rank) * part), own)
+            for turn, own in enumerate(entries.own)
+        ]
         buffers = [
-            (
-                torch.tensor([start + turn * in_bytes for start in terms.addresses], device=device),
-                own,
-            )
+            (addresses(terms.addresses, turn * own.nbytes), own)
             for turn, own in enumerate(terms.own)
         ]
-        start = 0
-        for number, (w, count) in enumerate(rows.items()):
-            addresses = [a + 8 * (start + rank * count) for a in entries.addresses]
-            inbox = entries.own[start : start + self.ranks * count].view(self.ranks, count)
-            self.inboxes[w] = (torch.tensor(addresses, device=device), inbox)
-            self.buffers[w] = buffers[number % 2]
-            start += inbox.numel()
-        self.round_number = torch.ones(1, dtype=torch.int32, device=device)
+        for i, w in enumerate(matrices):
+            turn = 2 if w is matrices[-1] else i % 2
+            self.inboxes[w] = Inbox(*inboxes[turn], self.numbers[i : i + 1])
+            self.buffers[w] = buffers[i % 2]
         self.own_flags = flags.own
-        self.flags = torch.tensor([a + 4 * rank for a in flags.addresses], device=device)
+        self.flags = addresses(flags.addresses, flags.own.itemsize * rank)
         self.sums = torch.zeros(len(flags.own), dtype=torch.int32, device=device)
+
+    def sends(self, x: Tensor, w: Matrix, routes: Routes | None) -> bool:
+        """Whether linear_add takes this product: one or, without experts, a few tokens."""
+        if routes is not None:
+            return len(x) == 1
+        return is_fused("linear_add", x, w)
 
     def linear_add(
         self, x: Tensor, w: Matrix, residual: Tensor, routes: Routes | None = None
     ) -> Tensor:
-        """residual += x W^T over all ranks, in place, as kernels.linear_add does. x [1, K], W [C,
-        K], residual [1, C]"""
-        _, entries = self.inboxes[w]
-        assert residual.shape == (1, entries.shape[1]) and residual.is_contiguous(), residual.shape
+        """residual += x W^T over all ranks, in place, as kernels.linear_add does. x [T, K], W [C,
+        K], residual [T, C]"""
+        assert len(residual) == len(x) and residual.is_contiguous(), (residual.shape, x.shape)
         if routes is None:
-            self.send("linear_add", x, None, w, 0.0)
+            launch_product("linear_add", x, None, w, 0.0, self.sent(w))
         else:
             stack = slots_added(routes, residual)
-            self.send("experts_linear_add", x[0], None, w, 0.0, stack)
+            launch_single("experts_linear_add", x[0], None, w, 0.0, self.sent(w), stack)
         return self.add_received(w, residual)
 
     def rmsnorm_linear(self, x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor) -> Tensor:
-        """out = rmsnorm(x) W^T, over the rows of W on all ranks. x [1, C], out float32 [1, V]. The
-        last op of a round."""
+        """out = rmsnorm(x) W^T, over the rows of W on all ranks. x [1, C], out float32 [1, V]"""
         assert len(out) == 1 and out.is_contiguous(), out.shape
-        self.send("rmsnorm_linear", x, norm, w, eps)
-        self.gather_received(w, out)
-        # A kernel that overlaps no other does this, so that kernels may read the number before they
-        # wait
-        self.round_number += 1
-        return out
+        launch_product("rmsnorm_linear", x, norm, w, eps, self.sent(w))
+        return self.gather_received(w, out)
 
-    def send(
-        self,
-        op: str,
-        x: Tensor,
-        norm: Tensor | None,
-        w: Matrix,
-        eps: float,
-        stack: Stack | None = None,
-    ) -> None:
-        addresses, _ = self.inboxes[w]
-        args = (addresses, self.round_number)
-        epilogue = Epilogue(_prepare_entries, _store_entries, args, Peers(self.ranks))
-        launch_single(op, x, norm, w, eps, epilogue, stack)
+    def end_round(self) -> None:
+        """Give all sums their next numbers. A kernel that overlaps no other does this, so that
+        kernels may read the numbers before they wait."""
+        self.numbers += len(self.numbers)
+
+    def sent(self, w: Matrix) -> Epilogue:
+        """The epilogue that sends a product to the inbox of W."""
+        addresses, _, number = self.inboxes[w]
+        return Epilogue(_prepare_entries, _store_entries, (addresses, number), Peers(self.ranks))
 
     def add_received(self, w: Matrix, residual: Tensor) -> Tensor:
         block = 128  # one warp, so that nothing waits for other warps
-        _, entries = self.inboxes[w]
-        args = (entries, self.round_number, residual)
-        rows = entries.shape[1]
-        sizes = dict(N=rows, RANKS=self.ranks, BLOCK=block, warps=1)
-        grid = (triton.cdiv(rows, block),)
-        launch(_add_received_kernel, grid, residual.device, *args, **sizes)
+        _, entries, number = self.inboxes[w]
+        N = residual.numel()
+        args = (entries, number, residual, N)
+        sizes = dict(ROOM=entries.shape[1], RANKS=self.ranks, BLOCK=block, warps=1)
+        launch(_add_received_kernel, (triton.cdiv(N, block),), residual.device, *args, **sizes)
         return residual
 
     def has_room(self, residual: Tensor) -> bool:
@@ -469,26 +482,32 @@ class Exchange:
         N, block = residual.numel(), 4096
         programs = min(triton.cdiv(N, block), len(self.sums))
         args = (addresses, self.flags, self.own_flags, self.sums, residual, N)
-        sizes = dict(RANKS=self.ranks, BLOCK=block, FP16_SUMS=fp16_sums, warps=8)
-        launch(_add_terms_kernel, (programs,), residual.device, *args, **sizes)
+        ranks = dict(RANK=self.rank, RANKS=self.ranks)
+        sizes = dict(BLOCK=block, FP16_SUMS=fp16_sums, warps=8)
+        launch(_add_terms_kernel, (programs,), residual.device, *args, **ranks, **sizes)
         return residual
 
     def gather_received(self, w: Matrix, out: Tensor) -> Tensor:
         V = out.shape[1]
         block = 256
-        _, entries = self.inboxes[w]
-        args = (entries, self.round_number, out)
-        sizes = dict(N=w.rows, V=V, BLOCK=block, warps=1)
+        _, entries, number = self.inboxes[w]
+        args = (entries, number, out)
+        sizes = dict(N=w.rows, V=V, ROOM=entries.shape[1], BLOCK=block, warps=1)
         launch(_gather_received_kernel, (triton.cdiv(V, block),), out.device, *args, **sizes)
         return out
 
 
 def make_exchange(
-    ranks: Ranks, rows: dict[Matrix, int], backend: str, device: torch.device, dtype: torch.dtype
+    ranks: Ranks,
+    matrices: list[Matrix],
+    C: int,
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Exchange | None:
     """Set up the exchange of the ranks. Returns None unless every GPU can reach the others'
-    memory. All ranks call this together, and either all get an exchange or none. rows: see
-    Exchange. dtype: of the terms."""
+    memory. All ranks call this together, and either all get an exchange or none. matrices: see
+    Exchange. C: the length of a sum for one token. dtype: of the terms."""
     on_one_host = backend == "triton" and device.type == "cuda" and ranks.local_size == ranks.size
     others = [i for i in range(ranks.size) if i != ranks.local_rank]
     reach = lambda other: torch.cuda.can_device_access_peer(device.index, other)
@@ -502,11 +521,11 @@ def make_exchange(
         buffers = symmetric_memory.rendezvous(own, group=dist.group.WORLD).buffer_ptrs
         return Shared(own.zero_(), list(buffers))
 
-    entries = shared(ranks.size * sum(rows.values()), dtype=torch.int64)
+    entries = shared(3, ranks.size, max(MAX_FEW * C, matrices[-1].rows), dtype=torch.int64)
     room = READ_AT_MOST // (ranks.size - 1) // 16 * 16  # since 16 bytes are read at once
     terms = shared(2, room // dtype.itemsize, dtype=dtype)
     flags = shared(PROGRAMS_PER_SM * processors(device), ranks.size, dtype=torch.int32)
-    exchange = Exchange(rows, ranks.rank, entries, terms, flags)
+    exchange = Exchange(matrices, ranks.rank, entries, terms, flags)
     torch.cuda.synchronize()
     ranks.gather(lambda: None)  # all are zero before anyone writes
     return exchange
