@@ -345,11 +345,9 @@ def _range_of(
 # ---- one token
 #
 #      Where W is a stack, `ids` picks some of its matrices, of N rows and K columns each. With
-#      SUMMED = 1, each of them multiplies the same x, in a row of the grid of its own. The previous
-#      kernel wrote the ids, so the programs wait for it at once, and only then let the next kernel
-#      start. With more SUMMED, x has a part for each matrix, and the products are added up. The ids
-#      are then older than the previous kernel (launch.py), so they are read, and W is loaded,
-#      before the wait.
+#      SUMMED = 1 (w13), each of them multiplies the same x, in a row of the grid of its own; with
+#      more SUMMED (w2), x has a part for each matrix, and the products are added up. launch.py says
+#      why the first waits before it reads the ids, and the second need not.
 
 
 @jit

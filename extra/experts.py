@@ -73,9 +73,8 @@ def route_ref(x: Tensor, layer: LayerView, state: StateView) -> Routes | None:
 
 
 # A few tokens: the programs of a token share its logits, and the last one to finish picks its
-# experts. With several tokens, the last one of all then sorts the slots. Unlike other kernels, this
-# one and the product of one token with w13 let the next kernel start only after their own wait. So
-# when the product with w2 starts, ids and weights are already written, and it can load W at once.
+# experts. With several tokens, the last one of all then sorts the slots. The kernel lets the next
+# one start only after its own wait, since without ids the product with w13 can load nothing.
 
 
 @jit
@@ -457,8 +456,8 @@ class Hidden(NamedTuple):
 
 @jit
 def _prepare_hidden(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
-    """The same for h, and the slots' weights. With one token, a program has a single slot, and the
-    router has ended by now (see first_rows)."""
+    """The same for h, and the slots' weights. With one token, a program has a single slot, and has
+    waited for the router."""
     if TOKENS == 1:
         offs_f, i = products.rows_and_tokens(row // 2, ROWS // 2, TOKENS)
         slot = tl.program_id(1)
