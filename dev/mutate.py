@@ -65,8 +65,8 @@ MUTANTS = [
     ),
     Mutant(
         "products.py",
-        "return x if norm is None else rmsnorm(x, norm, eps)",
-        "return x",
+        "return self.x if self.norm is None else rmsnorm(self.x, self.norm, self.eps)",
+        "return self.x",
         "products_do_not_depend",
     ),
     Mutant(

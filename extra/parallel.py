@@ -37,7 +37,7 @@ from attention import StateView
 from extra.experts import Routes, slots_added
 from formats import Matrix
 from launch import gdc_launch_dependents, gdc_wait, jit, launch, processors, saturated, tl, triton
-from products import Epilogue, Stack, launch_single
+from products import Epilogue, Product, Stack, launch_single
 
 Value = TypeVar("Value")
 # How long ranks wait for one another while the user thinks; if one dies, torchrun ends the others
@@ -441,7 +441,7 @@ class Exchange:
         addresses, _ = self.inboxes[w]
         args = (addresses, self.round_number)
         epilogue = Epilogue(_prepare_entries, _store_entries, args, Peers(self.ranks))
-        launch_single(op, x, norm, w, eps, epilogue, stack)
+        launch_single(Product(op, x, w, norm, eps), epilogue, stack)
 
     def add_received(self, w: Matrix, residual: Tensor) -> Tensor:
         block = 128  # one warp, so that nothing waits for other warps
