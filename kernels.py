@@ -461,7 +461,8 @@ OPS = {
     "rmsnorm_linear": (rmsnorm_linear_ref, rmsnorm_linear),
     "sample": (sample_ref, sample),
 }
-# with a matrix, in a model that is not shared
+# The ops that multiply by a matrix, by the names of their launch sizes; linear_store has those of
+# linear_add
 PRODUCTS = ("rmsnorm_qkv_rope", "linear_add", "rmsnorm_swiglu", "rmsnorm_linear")
 
 

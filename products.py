@@ -278,9 +278,11 @@ def block_of(counts, block, SIZE: tl.constexpr, EXPERTS: tl.constexpr):
 #      6e-5. _vector_kernel scales all of x alike, stream_kernel each 64 columns by themselves.
 #      Eight neighbours of a row must be in one thread.
 
-# Up to this norm weight, eight products of rmsnorm(x) stay below 65504 for K of up to 8192 in
-# _vector_kernel; stream_kernel needs less than 32
-NORM_LIMIT = 30.0
+NORM_LIMIT = 30.0  # the largest norm weight; stream_kernel needs less than 32
+# How far eight neighbours of rmsnorm(x), times the norm's weights, may exceed the root mean square
+# of 1, in the mean of their magnitudes. At worst the eight have all of x's energy. Then each is
+# sqrt(K / 8), and times NORM_LIMIT that is 960 for K = 8192
+CREST = constexpr(1024.0)
 
 
 def fit_norm(norm: Tensor, w: Matrix) -> float:
@@ -338,8 +340,8 @@ def _range_of(
     x, x_tile, norm, eps, offs_k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PEAK: tl.constexpr
 ):  # fmt: skip
     """Returns the power of two by which x is multiplied for products in half precision, and 1 /
-    rms(x), or 1 without a norm. With a norm the power follows from the root mean square (see
-    fit_norm), otherwise from the largest magnitude. x_tile: the first tile of x."""
+    rms(x), or 1 without a norm. With a norm the power follows from the root mean square (see CREST),
+    otherwise from the largest magnitude. x_tile: the first tile of x."""
     squares = x_tile.to(tl.float32) * x_tile.to(tl.float32)
     peaks = tl.abs(x_tile)
     for k in tl.static_range(BLOCK, K, BLOCK):
@@ -348,7 +350,7 @@ def _range_of(
         peaks = tl.maximum(peaks, tl.abs(x_next))
     if norm is not None:
         inv_rms = tl.rsqrt(tl.sum(squares) / K + eps)
-        power = _power_of_two(inv_rms) * (PEAK / 1024)
+        power = _power_of_two(inv_rms) * (PEAK / CREST)
     else:
         inv_rms = tl.full([], 1.0, tl.float32)
         peak = tl.maximum(tl.max(peaks).to(tl.float32), 1e-30)

@@ -2832,7 +2832,7 @@ def test_wrong_calls_say_what_is_wrong(tiny, tiny_session, tmp_path):
         (saved, dict(dtype="fp64"), "dtype is 'fp64'; it must be"),
         (generate, dict(prompt="a", tmep=0), "no setting 'tmep'; sampling has temp, top_k"),
         (generate, dict(prompt="a", top_p=2), "top_p is 2; it must be from 0 to 1"),
-        (generate, dict(prompt="a " * 999), r"the prompt has \d+ tokens; the context holds 256"),
+        (generate, dict(prompt="a " * 999), r"the text has \d+ tokens; the context holds 256"),
         (decode, dict(prompt=torch.tensor([1, 5])), no_list),
         (decode, dict(prompt="text"), no_list),
         (forward, dict(prompt="text"), no_list),
