@@ -289,7 +289,7 @@ def tables() -> dict[str, Any]:
     is taken, or the smallest if there is none, unless the list says that it must be exact.
 
     vector    bits per weight, op ("default" for any other), columns of W: VectorSizes
-    stream    the same: StreamSizes
+    stream    the same, with the columns of all matrices whose products are added up: StreamSizes
     few       bits per weight, tokens (padded to 8 or 16), op, exact columns of W (0 for any other):
               FewSizes. null stands for the library, or for the kernel of prompts with experts:
               where that was faster, and for 16-bit weights on cards that were not measured

@@ -7623,6 +7623,56 @@ def test_steps_rows(dev_cli, tiny, tiny_model, monkeypatch):
     assert w2["% of read"] == pytest.approx(100 * moved / 1e9 / (1e-3 * w2["ms"]))
 
 
+@pytest.mark.parametrize("format", [None, INT4])
+@pytest.mark.parametrize("experts", [dict(), dict(n_experts=4, experts_per_token=2)])
+def test_tuner_writes_the_sizes_that_products_take(experts, format, monkeypatch, tmp_path):
+    """By a clock that each product slows down, unless it takes the best of two sizes."""
+    sizes = dict(dim=256, n_layers=1, n_heads=4, n_kv_heads=4, head_dim=64, hidden_dim=256)
+    c = read_config_like(**sizes, vocab_size=64, **experts)
+    weights = bench.random_weights(c, torch.float16, DEVICE, formats_of(c, format), "triton")
+    model = Llama(c, weights, "triton", DEVICE, torch.float16, 128)
+    tables, slow = copy_module.deepcopy(launch.tables()), {}
+    candidates = dict(
+        vector=[[64, 1024, 4], [16, 1024, 4]],
+        stream=[[64, 2048, 3, 3], [32, 2048, 3, 3]],
+        few=[None, [32, 2, 4, 8, 1]],
+    )
+
+    def take(kind, sizes_of, device, bits, op, *others):
+        found = sizes_of(device, bits, op, *others)
+        slow[op] = found is None or list(found) != candidates[kind][1]
+        return found
+
+    def seconds(model, state, T, depth):
+        slow.clear()
+        state.seek(depth)
+        model.evaluate(T, state)
+        return 1.0 + sum(slow.values())
+
+    for kind, tried in candidates.items():
+        monkeypatch.setattr(tuner, f"{kind}_candidates", lambda *_, tried=tried: tried)
+        taken = functools.partial(take, kind, getattr(launch, f"{kind}_sizes"))
+        monkeypatch.setattr(products, f"{kind}_sizes", taken)
+    for module in (launch, tuner):
+        monkeypatch.setattr(module, "tables", lambda: tables)
+    exact = lambda table, key: table[key if key in table else min(table)]
+    monkeypatch.setattr(launch, "nearest", exact)
+    monkeypatch.setattr(launch, "TABLES_FILE", tmp_path / "launch.json")
+    monkeypatch.setattr(launch, "start", lambda *_, **__: None)  # no kernel need run for this
+    monkeypatch.setattr(tuner, "pass_seconds", seconds)
+    monkeypatch.setattr(Llama, "uses_graphs", True)
+    monkeypatch.setattr(bench, "open_model", lambda *_: model)
+    tuner.tune(SimpleNamespace(dtype=["fp16"], format=[None]))
+    ours = {"experts_swiglu", "experts_linear_add"} if experts else {"rmsnorm_swiglu"}
+    ours |= {"rmsnorm_qkv_rope", "linear_add", "rmsnorm_linear"}
+    kept_in_8_bits = {"rmsnorm_linear"} if format else set()
+    for T in (1, 8, 16):
+        seconds(model, State(model), T, tuner.DEPTH)
+        assert slow.keys() == ours and {op for op in ours if slow[op]} == kept_in_8_bits, slow
+    written = json.loads((tmp_path / "launch.json").read_text())
+    assert written == json.loads(json.dumps(tables))
+
+
 def test_passes_rows(dev_cli, tiny):
     flags = ("-T", "2,5", "--dtype", "fp32", "-d", 7, "-o", "json")
     rows = rows_of(dev_cli(dev_passes, "-m", tiny, *flags))
