@@ -737,15 +737,15 @@ def launch_few(
     product: Product, epilogue: Epilogue, tokens: int, slots: Slots | None = None
 ) -> None:
     """launch_product of a few tokens; with slots, of theirs with the matrices of their experts."""
-    w = product.w
-    assert slots is None or w.bias is None, "matrices of experts have no bias"
-    order, counts, among = slots or (None, None, None)
-    rows, count, blocks = w.rows, tokens, 1
-    if slots is not None:
-        rows = w.rows // len(counts)
-        count = len(order)
+    w, K = product.w, product.w.columns
+    if slots is None:
+        order = counts = experts = None
+        rows, count, blocks = w.rows, tokens, 1
+    else:
+        assert w.bias is None, "matrices of experts have no bias"
+        order, counts, experts = slots
+        rows, count = w.rows // len(counts), len(order)
         blocks = min(count, len(counts))
-    K = w.columns
     sizes = few_tile(product, tokens)
     each = triton.next_power_of_2(16 * 8 // w.bits)  # weights that a thread loads at once
     warps = min(sizes.warps, max(1, triton.next_power_of_2(K) // (4 * each * sizes.steps)))
@@ -757,7 +757,7 @@ def launch_few(
     )
     plan = Plan(_few_kernel, (triton.cdiv(rows, sizes.rows), blocks), warps, constants)
     args = (product.normed(), w.tensors, w.bias, count, epilogue.args, order, counts)
-    launch_plan(plan, args, w, rows, epilogue, EXPERTS=among, ADDED=epilogue.added)
+    launch_plan(plan, args, w, rows, epilogue, EXPERTS=experts, ADDED=epilogue.added)
 
 
 def launch_plan(

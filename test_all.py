@@ -7696,6 +7696,11 @@ def test_dev_errors_are_one_line(dev_cli, monkeypatch):
     monkeypatch.setattr(compare.importlib.util, "find_spec", lambda name: None)
     assert_refused(dev_cli(compare, "-m", TALES), "a package is not installed: transformers")
     assert_refused(dev_cli(tuner, "-m", TALES), "on a GPU")
+    of_experts = tiny_llama(torch.float32, n_experts=4, experts_per_token=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(bench, "open_model", lambda *_: of_experts)
+        code, out, err = dev_cli(op_table, "-m", TALES)
+    assert (code, out) == (1, "") and err.endswith("listed here: choose a dense model\n")
     for script, *wrong in (
         (op_table, "--format none,e4m3", "-n 4", "-r 4", "-m a -m b"),
         (steps, "-p 0", "-p 4,5", "-o json"), (tuner, "-p 4"), (dev_passes, "-T 0", "-d 4,5"),
