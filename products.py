@@ -662,7 +662,8 @@ def launch_single(product: Product, epilogue: Epilogue, stack: Stack | None = No
     format = format_of(w)
     aligned = x.element_size() == 2 and x.data_ptr() % 16 == 0
     in_half2 = aligned and w.columns % format.neighbours == 0
-    side_by_side = stack.summed == 1 or w.columns % format.whole == 0  # see Format.columns
+    # stream_kernel takes matrices that are added up as a single one, as wide as all (Format.whole)
+    side_by_side = stack.summed == 1 or w.columns % format.whole == 0
     if in_half2 and format.stream_load and side_by_side:
         plan = _stream_plan(op, w, format, stack)
     else:

@@ -320,19 +320,15 @@ def _q4_k_scales(tile, SHIFT: tl.constexpr):
     return _scales_of_parts(tile[1], tile[2], 30 - SHIFT)
 
 
-Q4_K = FileGroups4(
-    "q4_k",
-    bits=4,
+Q4_K = replace(
+    Q4_1,
+    name="q4_k",
     load=_q4_k_load,
-    values=codes4.values_with_minimum,
     scales_of=_q4_k_scales,
     stream_load=_parts_stream_load,
-    stream_sums=codes4.stream_sums_with_minimum,
     group=256,
     scaling=Parts(),
     unit=2.0**-30,
-    **codes4.STREAMED,
-    **ROTATED,
 )
 
 
