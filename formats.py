@@ -449,8 +449,8 @@ PLAIN = Format("none", 16, load_elements, plain_values)
 @jit
 def first_rows(ids, N, SUMMED: tl.constexpr):
     """W is a stack of matrices of N rows. Returns a tuple of first rows: of the SUMMED matrices whose
-    products are added up or, if SUMMED is 1, of the one that this program multiplies. The loads
-    bypass the L1 cache, where ids may be stale."""
+    products are added up or, if SUMMED is 1, of the one that this program multiplies. launch.py
+    says when ids can be read, and why past the L1 cache."""
     first = ()
     if ids is None:
         first += (0,)

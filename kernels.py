@@ -59,6 +59,7 @@ from fp8 import E4M3, E5M2
 from launch import gdc_launch_dependents, gdc_wait, jit, launch, saturated, tl, triton
 from products import (
     Epilogue,
+    Product,
     even_and_odd,
     is_fused,
     launch_product,
@@ -246,23 +247,22 @@ def rmsnorm_qkv_rope(
     x: Tensor, layer: LayerView, state: StateView, *, accumulate: str = "auto"
 ) -> Tensor:
     k_cache, v_cache = state.k[layer.index], state.v[layer.index]
-    norm, eps = layer.attention_norm, state.norm_eps
     T = len(x)
     KH, S, D = k_cache.shape
     H = layer.wqkv.rows // D - 2 * KH
     sizes = Heads(S, H, KH, D, k_cache.dtype == torch.int8)
     q = x.new_empty(T, H, D)
-    product = ("rmsnorm_qkv_rope", x, norm, layer.wqkv, eps)
-    if not is_fused("rmsnorm_qkv_rope", x, layer.wqkv):
-        qkv = library_product(x, norm, layer.wqkv, eps, accumulate)
+    product = Product("rmsnorm_qkv_rope", x, layer.wqkv, layer.attention_norm, state.norm_eps)
+    if not is_fused(product):
+        qkv = library_product(product, accumulate)
     elif layer.qk_norm is None:
         args = (q, k_cache, v_cache, state.rope, state.device_pos)
-        launch_product(*product, Epilogue(_prepare_rope, _store_rope, args, sizes))
+        launch_product(product, Epilogue(_prepare_rope, _store_rope, args, sizes))
         return q
     else:
         # The norm of q and k needs whole heads, of which an epilogue gets only some rows
         qkv = x.new_empty(T, layer.wqkv.rows, dtype=torch.float32)
-        launch_product(*product, Epilogue(prepare_rows, store_rows, (qkv,)))
+        launch_product(product, Epilogue(prepare_rows, store_rows, (qkv,)))
     _launch_rope(qkv, q, layer, state, sizes, accumulate == "fp16")
     return q
 
@@ -340,10 +340,11 @@ def _linear(x: Tensor, w: Matrix, out: Tensor, accumulate: str, added: bool) -> 
     """x W^T, stored in `out` or added to it."""
     fits = out.shape == (len(x), w.rows) and out.is_contiguous()
     assert fits, (out.shape, x.shape, w.shape)
-    if not is_fused("linear_add", x, w):
-        return library_product(x, None, w, 0.0, accumulate, out, added)
+    product = Product("linear_add", x, w)
+    if not is_fused(product):
+        return library_product(product, accumulate, out, added)
     epilogue = Epilogue(prepare_rows, store_rows, (out,), added=0 if added else None)
-    launch_product("linear_add", x, None, w, 0.0, epilogue)
+    launch_product(product, epilogue)
     return out
 
 
@@ -416,13 +417,12 @@ def rmsnorm_swiglu(
     if routes is not None:
         return experts.swiglu(x, layer, state, routes, accumulate)
     T, F = len(x), layer.w13.rows // 2
-    norm, eps = layer.ffn_norm, state.norm_eps
     out = x.new_empty(T, F)
-    if is_fused("rmsnorm_swiglu", x, layer.w13):
-        epilogue = Epilogue(_prepare_swiglu, _store_swiglu, (out,))
-        launch_product("rmsnorm_swiglu", x, norm, layer.w13, eps, epilogue)
+    product = Product("rmsnorm_swiglu", x, layer.w13, layer.ffn_norm, state.norm_eps)
+    if is_fused(product):
+        launch_product(product, Epilogue(_prepare_swiglu, _store_swiglu, (out,)))
     else:
-        ab = library_product(x, norm, layer.w13, eps, accumulate)
+        ab = library_product(product, accumulate)
         sizes = dict(BLOCK=1024, FP16_SUMS=accumulate == "fp16")
         launch(_swiglu_kernel, (T, triton.cdiv(F, 1024)), x.device, ab, out, F, **sizes)
     return out
@@ -440,10 +440,10 @@ def rmsnorm_linear(
     x: Tensor, norm: Tensor, w: Matrix, state: StateView, out: Tensor, *, accumulate: str = "auto"
 ) -> Tensor:
     assert out.shape == (len(x), w.rows) and out.is_contiguous(), (out.shape, x.shape, w.shape)
-    if not is_fused("rmsnorm_linear", x, w):
-        return out.copy_(library_product(x, norm, w, state.norm_eps, accumulate))
-    epilogue = Epilogue(prepare_rows, store_rows, (out,))
-    launch_product("rmsnorm_linear", x, norm, w, state.norm_eps, epilogue)
+    product = Product("rmsnorm_linear", x, w, norm, state.norm_eps)
+    if not is_fused(product):
+        return out.copy_(library_product(product, accumulate))
+    launch_product(product, Epilogue(prepare_rows, store_rows, (out,)))
     return out
 
 
@@ -461,7 +461,8 @@ OPS = {
     "rmsnorm_linear": (rmsnorm_linear_ref, rmsnorm_linear),
     "sample": (sample_ref, sample),
 }
-# with a matrix, in a model that is not shared
+# The ops that multiply by a matrix, by the names of their launch sizes; linear_store has those of
+# linear_add
 PRODUCTS = ("rmsnorm_qkv_rope", "linear_add", "rmsnorm_swiglu", "rmsnorm_linear")
 
 

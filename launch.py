@@ -3,22 +3,23 @@ of each card.
 
 Programmatic dependent launch. A decode step of 7B is about 160 kernels in one CUDA graph, each a
 few to 60 microseconds long, and by default a kernel starts only when the one before it has ended.
-From sm_90 on it may start earlier: a kernel here calls `gdc_launch_dependents` first, so that the
-next one is launched as soon as SMs become free, and later `gdc_wait`, which returns when the
-kernel before has ended and its writes are visible. Between the two a kernel may do whatever depends
-on no other kernel: compute offsets, load its first tile of weights. The rules that keep this
-correct:
+From sm_90 on it may start earlier, once every program of the kernel before has ended or has called
+`gdc_launch_dependents`. Most kernels here call that first, so that the next one is launched as soon
+as SMs become free, and later `gdc_wait`, which returns when the kernel before has ended and its
+writes are visible. Between the two a kernel may do whatever depends on no other kernel: compute
+offsets, load its first tile of weights. The rules that keep this correct:
 
 - every kernel launched this way waits, in at least one of its programs, so "the kernel before has
   ended" includes all the kernels before that one;
-- before the wait a kernel reads only what no kernel launched this way writes in the same step
-  (weights, tables, sampling settings, `pos`, the keys and values of earlier steps), and it writes
-  nothing; extra/parallel.py explains its exceptions;
-- one more exception: after a kernel that lets the next one start only after its own wait, all
-  writes of still earlier kernels are visible to the next one even before it waits. So the product
-  of experts' w2 finds its rows before it waits (formats.first_rows): the router wrote the ids, and
-  the product of w1 and w3, which must stand between the two, waits first. They are read past the L1
-  cache, which may hold older ones;
+- before its wait a kernel writes nothing, and reads only what was visible when it could first
+  start. If the kernel before lets it start at once, as most do, that is what no kernel launched
+  this way writes in the same step: weights, tables, sampling settings, `pos`, the keys and values
+  of earlier steps. If the kernel before waits first, in every program, it is also what all kernels
+  wrote before that one. extra/parallel.py explains its exceptions;
+- so where one token goes through experts, whose rows of W the router picks: the router writes their
+  ids. The product with w13 can load nothing without them. It waits for the router and only then
+  lets the next kernel start, which is the product with w2. That one reads the ids, and loads its
+  rows, before it waits. It reads them past the L1 cache, which may hold older ones;
 - `pos` is moved by torch's own operations (State.advance and State.seek), which are launched
   without the attribute. Each starts when all earlier kernels have ended, including those that read
   the old value, and later kernels start when it has ended. test_no_step_sees_an_old_position runs
@@ -288,7 +289,7 @@ def tables() -> dict[str, Any]:
     is taken, or the smallest if there is none, unless the list says that it must be exact.
 
     vector    bits per weight, op ("default" for any other), columns of W: VectorSizes
-    stream    the same: StreamSizes
+    stream    the same, with the columns of all matrices whose products are added up: StreamSizes
     few       bits per weight, tokens (padded to 8 or 16), op, exact columns of W (0 for any other):
               FewSizes. null stands for the library, or for the kernel of prompts with experts:
               where that was faster, and for 16-bit weights on cards that were not measured

@@ -489,10 +489,10 @@ class State:
 
     def check_room(self, count: int) -> None:
         """Raise ContextFull if `count` more tokens do not fit. Nothing else checks this."""
-        count += self.pos
+        count += self.pos  # of the text up to their end
         if count > self.size:
             holds = f"the context holds {self.size} (see --ctx-size)"
-            raise ContextFull(f"the prompt has {count} tokens; {holds}")
+            raise ContextFull(f"the text has {count} tokens; {holds}")
 
     def append(self, tokens: Tensor) -> None:
         """Place tokens at pos, where forward will evaluate them."""

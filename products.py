@@ -4,7 +4,8 @@ Read in this order:
 
     rmsnorm         what comes before most products; for 8-bit tensor cores, x as codes
     linear_ref      the reference. extra/cpu.py has what is fast on a CPU
-    epilogues       what an op does with y is a function, which a kernel calls with its part of y
+    epilogues       what an op multiplies is a Product; what it does with y is a function, which a
+                    kernel calls with its part of y
     stacks          which of the matrices in W are multiplied is an argument (experts)
     half precision  the arithmetic of 8-bit codes with one token; skip it at first
     one token       bound by reading W: the kernel streams W's rows once and does everything else on
@@ -143,6 +144,19 @@ def linear_ref(x: Tensor, w: Matrix) -> Tensor:
 # ---- epilogues
 
 
+class Product(NamedTuple):
+    """What an op multiplies: y = rmsnorm(x) W^T, or x W^T without a norm."""
+
+    op: str  # the name of its launch sizes
+    x: Tensor
+    w: Matrix
+    norm: Tensor | None = None
+    eps: float = 0.0
+
+    def normed(self) -> Tensor:
+        return self.x if self.norm is None else rmsnorm(self.x, self.norm, self.eps)
+
+
 class Epilogue(NamedTuple):
     """What an op does with a product: two kernel functions, and their own arguments and sizes.
     prepare_rows and store_rows below are the simplest ones."""
@@ -264,9 +278,11 @@ def block_of(counts, block, SIZE: tl.constexpr, EXPERTS: tl.constexpr):
 #      6e-5. _vector_kernel scales all of x alike, stream_kernel each 64 columns by themselves.
 #      Eight neighbours of a row must be in one thread.
 
-# Up to this norm weight, eight products of rmsnorm(x) stay below 65504 for K of up to 8192 in
-# _vector_kernel; stream_kernel needs less than 32
-NORM_LIMIT = 30.0
+NORM_LIMIT = 30.0  # the largest norm weight; stream_kernel needs less than 32
+# How far eight neighbours of rmsnorm(x), times the norm's weights, may exceed the root mean square
+# of 1, in the mean of their magnitudes. At worst the eight have all of x's energy. Then each is
+# sqrt(K / 8), and times NORM_LIMIT that is 960 for K = 8192
+CREST = constexpr(1024.0)
 
 
 def fit_norm(norm: Tensor, w: Matrix) -> float:
@@ -324,8 +340,8 @@ def _range_of(
     x, x_tile, norm, eps, offs_k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PEAK: tl.constexpr
 ):  # fmt: skip
     """Returns the power of two by which x is multiplied for products in half precision, and 1 /
-    rms(x), or 1 without a norm. With a norm the power follows from the root mean square (see
-    fit_norm), otherwise from the largest magnitude. x_tile: the first tile of x."""
+    rms(x), or 1 without a norm. With a norm the power follows from the root mean square (see CREST),
+    otherwise from the largest magnitude. x_tile: the first tile of x."""
     squares = x_tile.to(tl.float32) * x_tile.to(tl.float32)
     peaks = tl.abs(x_tile)
     for k in tl.static_range(BLOCK, K, BLOCK):
@@ -334,7 +350,7 @@ def _range_of(
         peaks = tl.maximum(peaks, tl.abs(x_next))
     if norm is not None:
         inv_rms = tl.rsqrt(tl.sum(squares) / K + eps)
-        power = _power_of_two(inv_rms) * (PEAK / 1024)
+        power = _power_of_two(inv_rms) * (PEAK / CREST)
     else:
         inv_rms = tl.full([], 1.0, tl.float32)
         peak = tl.maximum(tl.max(peaks).to(tl.float32), 1e-30)
@@ -345,11 +361,9 @@ def _range_of(
 # ---- one token
 #
 #      Where W is a stack, `ids` picks some of its matrices, of N rows and K columns each. With
-#      SUMMED = 1, each of them multiplies the same x, in a row of the grid of its own. The previous
-#      kernel wrote the ids, so the programs wait for it at once, and only then let the next kernel
-#      start. With more SUMMED, x has a part for each matrix, and the products are added up. The ids
-#      are then older than the previous kernel (launch.py), so they are read, and W is loaded,
-#      before the wait.
+#      SUMMED = 1 (w13), each of them multiplies the same x, in a row of the grid of its own; with
+#      more SUMMED (w2), x has a part for each matrix, and the products are added up. launch.py says
+#      why the first waits before it reads the ids, and the second need not.
 
 
 @jit
@@ -624,38 +638,32 @@ class Plan(NamedTuple):
     constants: dict[str, Any]  # what it is compiled for, besides N, K and the epilogue
 
 
-def is_fused(op: str, x: Tensor, w: Matrix) -> bool:
-    """Whether launch_product has a kernel for x W^T. Otherwise the product is the library's: with
-    more than MAX_FEW tokens, with several in fp32, and where launch.json says so."""
-    return len(x) == 1 or few_tile(op, x, w, len(x)) is not None
+def is_fused(product: Product) -> bool:
+    """Whether launch_product has a kernel for it. Otherwise the product is the library's: with more
+    than MAX_FEW tokens, with several in fp32, and where launch.json says so."""
+    T = len(product.x)
+    return T == 1 or few_tile(product, T) is not None
 
 
-def launch_product(
-    op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float, epilogue: Epilogue
-) -> None:
-    """rmsnorm(x) W^T, or x W^T without a norm, handed to an epilogue, where is_fused says so."""
-    if len(x) == 1:
-        launch_single(op, x, norm, w, eps, epilogue)
+def launch_product(product: Product, epilogue: Epilogue) -> None:
+    """A product handed to an epilogue, where is_fused says so."""
+    T = len(product.x)
+    if T == 1:
+        launch_single(product, epilogue)
     else:
-        launch_few(op, x, norm, w, eps, epilogue, len(x))
+        launch_few(product, epilogue, T)
 
 
-def launch_single(
-    op: str,
-    x: Tensor,
-    norm: Tensor | None,
-    w: Matrix,
-    eps: float,
-    epilogue: Epilogue,
-    stack: Stack | None = None,
-) -> None:
+def launch_single(product: Product, epilogue: Epilogue, stack: Stack | None = None) -> None:
     """launch_product of one token; with a stack, of some of its matrices."""
+    op, x, w, norm, eps = product
     assert stack is None or w.bias is None, "matrices of a stack have no bias"
     stack = stack or Stack(None, w.rows, 1)
     format = format_of(w)
     aligned = x.element_size() == 2 and x.data_ptr() % 16 == 0
     in_half2 = aligned and w.columns % format.neighbours == 0
-    side_by_side = stack.summed == 1 or w.columns % format.whole == 0  # see Format.columns
+    # stream_kernel takes matrices that are added up as a single one, as wide as all (Format.whole)
+    side_by_side = stack.summed == 1 or w.columns % format.whole == 0
     if in_half2 and format.stream_load and side_by_side:
         plan = _stream_plan(op, w, format, stack)
     else:
@@ -712,9 +720,10 @@ def stream_block(block: int, columns: int) -> int:
     return max(block, triton.next_power_of_2(triton.cdiv(columns, 3)))
 
 
-def few_tile(op: str, x: Tensor, w: Matrix, tokens: int) -> FewSizes | None:
+def few_tile(product: Product, tokens: int) -> FewSizes | None:
     """How _few_kernel divides the product of so many tokens. Returns None for another way to
     compute it."""
+    op, x, w, *_ = product
     if tokens > MAX_FEW or x.dtype not in (torch.float16, torch.bfloat16):
         return None
     return few_sizes(x.device, w.bits, op, w.columns, _padded(tokens))
@@ -726,25 +735,19 @@ def _padded(tokens: int) -> int:
 
 
 def launch_few(
-    op: str,
-    x: Tensor,
-    norm: Tensor | None,
-    w: Matrix,
-    eps: float,
-    epilogue: Epilogue,
-    tokens: int,
-    slots: Slots | None = None,
+    product: Product, epilogue: Epilogue, tokens: int, slots: Slots | None = None
 ) -> None:
     """launch_product of a few tokens; with slots, of theirs with the matrices of their experts."""
-    assert slots is None or w.bias is None, "matrices of experts have no bias"
-    order, counts, among = slots or (None, None, None)
-    rows, count, blocks = w.rows, tokens, 1
-    if slots is not None:
-        rows = w.rows // len(counts)
-        count = len(order)
+    w, K = product.w, product.w.columns
+    if slots is None:
+        order = counts = experts = None
+        rows, count, blocks = w.rows, tokens, 1
+    else:
+        assert w.bias is None, "matrices of experts have no bias"
+        order, counts, experts = slots
+        rows, count = w.rows // len(counts), len(order)
         blocks = min(count, len(counts))
-    K = w.columns
-    sizes = few_tile(op, x, w, tokens)
+    sizes = few_tile(product, tokens)
     each = triton.next_power_of_2(16 * 8 // w.bits)  # weights that a thread loads at once
     warps = min(sizes.warps, max(1, triton.next_power_of_2(K) // (4 * each * sizes.steps)))
     constants = dict(
@@ -754,12 +757,8 @@ def launch_few(
         **format_of(w).decoding(),
     )
     plan = Plan(_few_kernel, (triton.cdiv(rows, sizes.rows), blocks), warps, constants)
-    args = (normed(x, norm, eps), w.tensors, w.bias, count, epilogue.args, order, counts)
-    launch_plan(plan, args, w, rows, epilogue, EXPERTS=among, ADDED=epilogue.added)
-
-
-def normed(x: Tensor, norm: Tensor | None, eps: float) -> Tensor:
-    return x if norm is None else rmsnorm(x, norm, eps)
+    args = (product.normed(), w.tensors, w.bias, count, epilogue.args, order, counts)
+    launch_plan(plan, args, w, rows, epilogue, EXPERTS=experts, ADDED=epilogue.added)
 
 
 def launch_plan(
@@ -926,13 +925,13 @@ def tensor_core_linear(
 
 
 def library_product(
-    x: Tensor, norm: Tensor | None, w: Matrix, eps: float, accumulate: str, out: Tensor | None = None,
-    added: bool = False,
-) -> Tensor:  # fmt: skip
-    """rmsnorm(x) W^T, or x W^T without a norm, by the library, for T > 1; stored in `out` or added
-    to it, if it is given. accumulate="fp16" sums in half precision, which is twice as fast on
-    GeForce tensor cores; a sum that overflows is inf in the library, and 65504 here. Products of
-    8-bit floats on tensor cores are never summed so."""
+    product: Product, accumulate: str, out: Tensor | None = None, added: bool = False
+) -> Tensor:
+    """A product by the library, for T > 1; stored in `out` or added to it, if it is given.
+    accumulate="fp16" sums in half precision, which is twice as fast on GeForce tensor cores; a sum
+    that overflows is inf in the library, and 65504 here. Products of 8-bit floats on tensor cores
+    are never summed so."""
+    _, x, w, norm, eps = product
     if tensor_core_format(w, accumulate):
         codes, scales = encode_rows(x, norm, eps)
         stored = None if added else out
@@ -942,16 +941,17 @@ def library_product(
         elif out is not None:
             y = out.copy_(y)  # nothing to do if it was stored there
         return y if w.bias is None else y.add_(w.bias)
-    x = normed(x, norm, eps)
+    x = product.normed()
     dense = dense_for(w, x)
     if accumulate != "fp16":
         return _dense_product(x, dense, w.bias, out, added)
-    # A global switch of torch's, off by default
-    torch.backends.cuda.matmul.allow_fp16_accumulation = True
+    matmul = torch.backends.cuda.matmul  # whose switches are global
+    before = matmul.allow_fp16_accumulation
+    matmul.allow_fp16_accumulation = True
     try:
         return _dense_product(x, dense, w.bias, out, added).clamp_(-65504.0, 65504.0)
     finally:
-        torch.backends.cuda.matmul.allow_fp16_accumulation = False
+        matmul.allow_fp16_accumulation = before
 
 
 def _dense_product(

@@ -559,7 +559,7 @@ def launch_products(dtype: torch.dtype) -> None:
     for T in (1, 96):
         launch_ops(["rmsnorm_qkv_rope"], dtype, T, (8, 2, 128), qk_norm=qk_norm)
     launch_exchange(dtype, None)
-    for T, format in ((1, None), (3, E4M3), (40, None)):
+    for T, format in ((1, None), (1, INT4), (3, E4M3), (40, None)):
         launch_experts(dtype, T, format)
     for norm in (None, torch.zeros(512, dtype=dtype)):
         products.encode_rows(torch.zeros(3, 512, dtype=dtype), norm, 1e-5)
@@ -588,8 +588,7 @@ def launch_formats() -> None:
     layer = SimpleNamespace(ffn_norm=norm, w13=blank(48, 4096, INT4, dtype))  # two blocks of a row
     kernels.fused.rmsnorm_swiglu(x, layer, SimpleNamespace(norm_eps=1e-5))
     products.recode(layer.w13, *E4M3.empty(48, 4096, DEVICE))
-    for T in (1, 40):
-        launch_experts(dtype, T, INT4)
+    launch_experts(dtype, 40, INT4)
 
 
 def launch_sampling() -> None:
@@ -608,7 +607,7 @@ def compile_kernels(arch: int) -> None:
     """Compile every kernel for an architecture, to machine code that fits into shared memory."""
     from training.test_training import launch_training
 
-    compiled, with_fp16_sums = set(), set()
+    compiled, waits_first, with_fp16_sums = set(), set(), set()
 
     def start(kernel, grid, device, *arguments, **constants) -> None:
         if arch == 89 and not re.search("native|e5m2", str(constants)):
@@ -621,6 +620,11 @@ def compile_kernels(arch: int) -> None:
             assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
         else:
             assert ("griddepcontrol.wait" in ptx) == (arch >= 90), what
+        # The product with w13: launch.py says why it waits before it lets the next kernel start
+        if arch >= 90 and constants.get("SUMMED") == 1 and arguments[6] is not None:
+            order = re.findall(r"griddepcontrol\.(\w+)", ptx)
+            assert order == ["wait", "launch_dependents", "wait"], (order, what)
+            waits_first.add(name)
         if constants.get("FP16_SUMS"):
             with_fp16_sums.add(name)
             fp16_sums = "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16"
@@ -651,6 +655,7 @@ def compile_kernels(arch: int) -> None:
     every = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     assert compiled == every, "one of the functions launch_... has to launch these as well"
     assert with_fp16_sums == {"_attention_kernel"}
+    assert arch < 90 or waits_first == {"_vector_kernel", "stream_kernel"}
 
 
 def compile_in_processes() -> None:
@@ -776,9 +781,9 @@ def test_context_to_its_last_slot(tiny, kv_fp8, backend):
 def test_accumulate_reaches_the_products(tiny, monkeypatch):
     seen, product = [], kernels.library_product
 
-    def library_product(x, norm, w, eps, accumulate, out=None, added=False):
+    def library_product(multiplied, accumulate, *others):
         seen.append(accumulate)
-        return product(x, norm, w, eps, accumulate, out, added)
+        return product(multiplied, accumulate, *others)
 
     monkeypatch.setattr(kernels, "library_product", library_product)
     for accumulate in ("auto", "fp32"):
@@ -2177,8 +2182,7 @@ def test_exchange_of_experts():
     exchanges = exchanges_of([[part] for part in parts])
     stack = experts.slots_added(routes, residual)
     for exchange, part, mine in zip(exchanges, parts, h):
-        epilogue = exchange.sent(part)
-        products.launch_single("experts_linear_add", mine[0], None, part, 0.0, epilogue, stack)
+        exchange.send(products.Product("experts_linear_add", mine[0], part), stack)
     for exchange, part in zip(exchanges, parts):
         ours = exchange.add_received(part, residual.clone())
         assert nmse(ours, exact) < ONE_UNIT[dtype]
@@ -2837,7 +2841,7 @@ def test_wrong_calls_say_what_is_wrong(tiny, tiny_session, tmp_path):
         (saved, dict(dtype="fp64"), "dtype is 'fp64'; it must be"),
         (generate, dict(prompt="a", tmep=0), "no setting 'tmep'; sampling has temp, top_k"),
         (generate, dict(prompt="a", top_p=2), "top_p is 2; it must be from 0 to 1"),
-        (generate, dict(prompt="a " * 999), r"the prompt has \d+ tokens; the context holds 256"),
+        (generate, dict(prompt="a " * 999), r"the text has \d+ tokens; the context holds 256"),
         (decode, dict(prompt=torch.tensor([1, 5])), no_list),
         (decode, dict(prompt="text"), no_list),
         (forward, dict(prompt="text"), no_list),
@@ -6961,14 +6965,14 @@ def test_exchange_adds_and_gathers(format, several):
             terms = [kernels.linear_ref(a.float(), dense(m)) for a, m in zip(x, matrices)]
             exact = residual.float() + sum(terms)
             for exchange, a, m in zip(exchanges, x, matrices):
-                products.launch_product("linear_add", a, None, m, 0.0, exchange.sent(m))
+                exchange.send(products.Product("linear_add", a, m))
             for exchange, m in zip(exchanges, matrices):
                 assert close(exchange.add_received(m, residual.clone()), exact)
         x, norm, logits = halves(1, C), halves(C), torch.empty(1, V, device=DEVICE)
         eps = SimpleNamespace(norm_eps=1e-5)
         exact = kernels.rmsnorm_linear_ref(x.float(), norm.float(), dense(whole), eps, logits)
         for exchange, m in zip(exchanges, outputs):
-            products.launch_product("rmsnorm_linear", x, norm, m, 1e-5, exchange.sent(m))
+            exchange.send(products.Product("rmsnorm_linear", x, m, norm, 1e-5))
         for exchange, m in zip(exchanges, outputs):
             blank = torch.full((1, V), NAN, device=DEVICE)
             assert close(exchange.gather_received(m, blank), exact)
@@ -7635,6 +7639,56 @@ def test_steps_rows(dev_cli, tiny, tiny_model, monkeypatch):
     assert w2["% of read"] == pytest.approx(100 * moved / 1e9 / (1e-3 * w2["ms"]))
 
 
+@pytest.mark.parametrize("format", [None, INT4])
+@pytest.mark.parametrize("experts", [dict(), dict(n_experts=4, experts_per_token=2)])
+def test_tuner_writes_the_sizes_that_products_take(experts, format, monkeypatch, tmp_path):
+    """By a clock that each product slows down, unless it takes the best of two sizes."""
+    sizes = dict(dim=256, n_layers=1, n_heads=4, n_kv_heads=4, head_dim=64, hidden_dim=256)
+    c = read_config_like(**sizes, vocab_size=64, **experts)
+    weights = bench.random_weights(c, torch.float16, DEVICE, formats_of(c, format), "triton")
+    model = Llama(c, weights, "triton", DEVICE, torch.float16, 128)
+    tables, slow = copy_module.deepcopy(launch.tables()), {}
+    candidates = dict(
+        vector=[[64, 1024, 4], [16, 1024, 4]],
+        stream=[[64, 2048, 3, 3], [32, 2048, 3, 3]],
+        few=[None, [32, 2, 4, 8, 1]],
+    )
+
+    def take(kind, sizes_of, device, bits, op, *others):
+        found = sizes_of(device, bits, op, *others)
+        slow[op] = found is None or list(found) != candidates[kind][1]
+        return found
+
+    def seconds(model, state, T, depth):
+        slow.clear()
+        state.seek(depth)
+        model.evaluate(T, state)
+        return 1.0 + sum(slow.values())
+
+    for kind, tried in candidates.items():
+        monkeypatch.setattr(tuner, f"{kind}_candidates", lambda *_, tried=tried: tried)
+        taken = functools.partial(take, kind, getattr(launch, f"{kind}_sizes"))
+        monkeypatch.setattr(products, f"{kind}_sizes", taken)
+    for module in (launch, tuner):
+        monkeypatch.setattr(module, "tables", lambda: tables)
+    exact = lambda table, key: table[key if key in table else min(table)]
+    monkeypatch.setattr(launch, "nearest", exact)
+    monkeypatch.setattr(launch, "TABLES_FILE", tmp_path / "launch.json")
+    monkeypatch.setattr(launch, "start", lambda *_, **__: None)  # no kernel need run for this
+    monkeypatch.setattr(tuner, "pass_seconds", seconds)
+    monkeypatch.setattr(Llama, "uses_graphs", True)
+    monkeypatch.setattr(bench, "open_model", lambda *_: model)
+    tuner.tune(SimpleNamespace(dtype=["fp16"], format=[None]))
+    ours = {"experts_swiglu", "experts_linear_add"} if experts else {"rmsnorm_swiglu"}
+    ours |= {"rmsnorm_qkv_rope", "linear_add", "rmsnorm_linear"}
+    kept_in_8_bits = {"rmsnorm_linear"} if format else set()
+    for T in (1, 8, 16):
+        seconds(model, State(model), T, tuner.DEPTH)
+        assert slow.keys() == ours and {op for op in ours if slow[op]} == kept_in_8_bits, slow
+    written = json.loads((tmp_path / "launch.json").read_text())
+    assert written == json.loads(json.dumps(tables))
+
+
 def test_passes_rows(dev_cli, tiny):
     flags = ("-T", "2,5", "--dtype", "fp32", "-d", 7, "-o", "json")
     rows = rows_of(dev_cli(dev_passes, "-m", tiny, *flags))
@@ -7658,6 +7712,11 @@ def test_dev_errors_are_one_line(dev_cli, monkeypatch):
     monkeypatch.setattr(compare.importlib.util, "find_spec", lambda name: None)
     assert_refused(dev_cli(compare, "-m", TALES), "a package is not installed: transformers")
     assert_refused(dev_cli(tuner, "-m", TALES), "on a GPU")
+    of_experts = tiny_llama(torch.float32, n_experts=4, experts_per_token=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(bench, "open_model", lambda *_: of_experts)
+        code, out, err = dev_cli(op_table, "-m", TALES)
+    assert (code, out) == (1, "") and err.endswith("listed here: choose a dense model\n")
     for script, *wrong in (
         (op_table, "--format none,e4m3", "-n 4", "-r 4", "-m a -m b"),
         (steps, "-p 0", "-p 4,5", "-o json"), (tuner, "-p 4"), (dev_passes, "-T 0", "-d 4,5"),

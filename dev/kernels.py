@@ -294,6 +294,8 @@ def show_kernels(args: argparse.Namespace) -> None:
     shapes = [(1, depth) for depth in sorted({max(depth, 100) for depth in args.depth})]
     shapes += [(T, depth) for depth in args.depth for T in args.n_prompt if T]
     model = open_model(args, max(map(sum, shapes)))
+    if model.config.n_experts:
+        raise ValueError("the ops of layers with experts are not listed here: choose a dense model")
     rows = (row for shape in shapes for row in kernel_rows(model, *shape))
     bench.show(rows, args.output, later={"op": [*PRODUCTS], "bound by": ["arithmetic"]})
     note(LEGEND)

@@ -65,8 +65,8 @@ MUTANTS = [
     ),
     Mutant(
         "products.py",
-        "return x if norm is None else rmsnorm(x, norm, eps)",
-        "return x",
+        "return self.x if self.norm is None else rmsnorm(self.x, self.norm, self.eps)",
+        "return self.x",
         "products_do_not_depend",
     ),
     Mutant(
@@ -83,7 +83,7 @@ MUTANTS = [
     ),
     Mutant(
         "extra/cpu.py",
-        "if INT4 in among and w.format is not INT4:",
+        'if any(f is not w.format and f.at("output") is w.format for f in among):',
         "if False:",
         "model_in_a_format and int4",
     ),

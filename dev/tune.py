@@ -1,4 +1,6 @@
-"""Find launch sizes for this card and this model's shapes, and write them into launch.json.
+"""Find launch sizes for this card and this model's products, and write them into launch.json.
+
+Those of one token and of a few, also with experts; others are chosen by hand.
 
 python dev/tune.py -m random:7b --dtype fp16        # ten minutes; again for each --format
 """
@@ -19,6 +21,7 @@ sys.path.insert(0, str(ROOT))
 import bench
 from dev.passes import pass_seconds
 from extra.cli import Parser, use_safe_streams
+from formats import Matrix
 from launch import capability, nearest, save_tables, tables, triton
 from model import Llama, State
 
@@ -37,8 +40,11 @@ def vector_candidates(op: str, bits: int, columns: int) -> Iterator[list[int]]:
 
 
 def stream_candidates(op: str, bits: int, columns: int) -> Iterator[list[int]]:
-    """launch.StreamSizes worth trying. Only linear_add does without pairs of rows."""
-    rows_of_tile = (1, 2, 4, 8) if op == "linear_add" else (2, 4, 8)
+    """launch.StreamSizes worth trying. Only linear_add, also of experts, does without pairs of
+    rows."""
+    rows_of_tile = (2, 4, 8)
+    if op.endswith("linear_add"):
+        rows_of_tile = (1, *rows_of_tile)
     sizes = (rows_of_tile, (2048, 4096, 8192, 16384), (6, 8, 12, 16), (3, 4, 6))
     for rows, block, warps, stages in itertools.product(*sizes):
         if columns <= 3 * block and block < max(2 * columns, 4096):
@@ -47,7 +53,7 @@ def stream_candidates(op: str, bits: int, columns: int) -> Iterator[list[int]]:
 
 def few_candidates(op: str, bits: int, columns: int) -> Iterator[list[int] | None]:
     """launch.FewSizes worth trying: up to 64 registers a thread for the tiles of W in flight. None
-    is the library."""
+    is what multiplies a prompt."""
     yield None
     sizes = ((16, 32), (4, 8), (1, 2, 4), (4, 8), (1, 2, 4))
     for rows, warps, steps, lanes, ahead in itertools.product(*sizes):
@@ -64,6 +70,18 @@ def own_table(model: Llama, kind: str) -> dict:
     return table
 
 
+def products_of(model: Llama) -> list[tuple[str, Matrix]]:
+    """The ops of a forward pass that multiply by a matrix, by the names of their launch sizes. Only
+    those in the format of the first matrix, so that only the tables of one format are changed."""
+    layer = model.weights.layers[0]
+    ffn = ("rmsnorm_swiglu", "linear_add")
+    if model.config.n_experts:
+        ffn = ("experts_swiglu", "experts_linear_add")
+    ops = ("rmsnorm_qkv_rope", "linear_add", *ffn, "rmsnorm_linear")
+    products = zip(ops, (*layer.matrices, model.weights.output))
+    return [(op, w) for op, w in products if w.format is layer.wqkv.format]
+
+
 @torch.inference_mode()
 def tune(args: argparse.Namespace) -> None:
     """Time whole steps with one launch size after the other, op by op: what is best for a kernel
@@ -71,44 +89,38 @@ def tune(args: argparse.Namespace) -> None:
     model = bench.open_model(args, args.dtype[0], 256, args.format[0])
     if not model.uses_graphs:
         raise ValueError("tuning times the Triton kernels on a GPU")
-    if model.config.n_experts:
-        raise ValueError("the launch sizes of experts are not tuned: choose a dense model")
     state = State(model)
-    layer = model.weights.layers[0]
-    products = [
-        ("rmsnorm_qkv_rope", layer.wqkv),
-        ("linear_add", layer.wo),
-        ("rmsnorm_swiglu", layer.w13),
-        ("linear_add", layer.w2),
-        ("rmsnorm_linear", model.weights.output),
-    ]
-    # Only the tables of this format are changed
-    products = [(op, w) for op, w in products if w.format is layer.wqkv.format]
 
     def seconds_of(T: int) -> float:
         return pass_seconds(model, state, T, DEPTH)
 
     for _ in range(20):
         seconds_of(1)  # a GPU that was idle is slower at first
-    if layer.wqkv.format and layer.wqkv.format.stream_load:
+    format = model.weights.layers[0].wqkv.format
+    summed = 1  # matrices of experts that are side by side for extra/stream.py
+    if format and format.stream_load:
         single = (1, own_table(model, "stream"), stream_candidates)
+        summed = max(1, model.config.experts_per_token)
     else:
         single = (1, own_table(model, "vector"), vector_candidates)
     few = own_table(model, "few")
     passes = [single, (8, few[8], few_candidates), (16, few[16], few_candidates)]
     for T, table, candidates in passes:
         print(f"T = {T}, as it is: {1e6 * seconds_of(T):.1f} us")
-        for op, w in products:
+        for op, w in products_of(model):
+            columns = w.columns
+            if T == 1 and op == "experts_linear_add":
+                columns *= summed
             sizes = table.setdefault(op, dict(table["default"]))
             found = []
-            for candidate in candidates(op, w.bits, w.columns):
-                sizes[w.columns] = candidate
+            for candidate in candidates(op, w.bits, columns):
+                sizes[columns] = candidate
                 with suppress(triton.OutOfResources):  # more shared memory than the card has
                     found.append((seconds_of(T), candidate))
             seconds, best = min(found, key=lambda pair: pair[0])
-            sizes[w.columns] = best
-            said = f"{1e6 * seconds:.1f} us with {best or 'the library'}"
-            print(f"{op:18s} columns {w.columns:6d}: {said}", flush=True)
+            sizes[columns] = best
+            said = f"{1e6 * seconds:.1f} us with {best or 'what multiplies a prompt'}"
+            print(f"{op:18s} columns {columns:6d}: {said}", flush=True)
         save_tables()
 
 

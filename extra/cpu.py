@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from extra.int4 import INT4
 from formats import Format, Matrix
 
 
@@ -47,12 +46,12 @@ def in_cpu_layout(
     dtype; elsewhere the matrix itself. Fp32 matrices with more rows than columns are stored column
     by column, since many short sums are slow. Bf16 matrices are stored in oneDNN's blocked layout;
     small ones, and those that stay in memory anyway, also keep their original copy. A matrix in a
-    format also gets the copy that torch's own product needs. among: the formats of the model. INT4
-    keeps the output matrix in 8 bits; here it is decoded, because a CPU reads 16 bits faster than
-    it decodes 8. stays: whether the original stays in memory, as that of a tied embedding does."""
+    format also gets the copy that torch's own product needs. among: the formats of the model. What
+    one of them keeps in another (Format.at) is decoded, because a CPU reads 16 bits faster than it
+    decodes 8. stays: whether the original stays in memory, as that of a tied embedding does."""
     if backend != "torch" or w.data.device.type != "cpu":
         return w
-    if INT4 in among and w.format is not INT4:
+    if any(f is not w.format and f.at("output") is w.format for f in among):
         dense = torch.empty(w.shape, dtype=storage_dtype(backend, dtype, w.data.device))
         for part, rows in zip(w.parts(512), dense.split(512)):
             rows.copy_(part.dense())
@@ -148,8 +147,9 @@ def _cpu_prompt_linear(x: Tensor, w: Matrix) -> Tensor:
 def without_onednn(product: Callable[..., Tensor], *args: Tensor) -> Tensor:
     """A product on a CPU by torch itself. Whatever the size, oneDNN needs 14 us before it starts,
     and three times that within a step, whose weights push its code out of the caches."""
-    torch.backends.mkldnn.enabled = False  # a global switch of torch's, on by default
+    before = torch.backends.mkldnn.enabled  # a global switch of torch's
+    torch.backends.mkldnn.enabled = False
     try:
         return product(*args)
     finally:
-        torch.backends.mkldnn.enabled = True
+        torch.backends.mkldnn.enabled = before

@@ -39,7 +39,7 @@ from launch import (
     tl,
     triton,
 )
-from products import MAX_FEW, Epilogue, Experts, Plan, Slots, Stack
+from products import MAX_FEW, Epilogue, Experts, Plan, Product, Slots, Stack
 
 ROUTER_ROWS = 4  # of a program
 
@@ -73,9 +73,8 @@ def route_ref(x: Tensor, layer: LayerView, state: StateView) -> Routes | None:
 
 
 # A few tokens: the programs of a token share its logits, and the last one to finish picks its
-# experts. With several tokens, the last one of all then sorts the slots. Unlike other kernels, this
-# one and the product of one token with w13 let the next kernel start only after their own wait. So
-# when the product with w2 starts, ids and weights are already written, and it can load W at once.
+# experts. With several tokens, the last one of all then sorts the slots. The kernel lets the next
+# one start only after its own wait, since without ids the product with w13 can load nothing.
 
 
 @jit
@@ -378,12 +377,10 @@ def copy_bytes(w: Matrix, accumulate: str, each: int) -> int:
     return E4M3.nbytes(*w.shape)
 
 
-def _launch_grouped(
-    x: Tensor, norm: Tensor | None, w: Matrix, eps: float, epilogue: Epilogue, slots: Slots,
-    accumulate: str,
-) -> None:  # fmt: skip
+def _launch_grouped(product: Product, epilogue: Epilogue, slots: Slots, accumulate: str) -> None:
     """_launch_several by the kernel above: of a prompt, or of a few tokens for which launch.json has
     no sizes."""
+    _, x, w, norm, eps = product
     order, counts, experts = slots
     count, E = len(order), len(counts)
     rows = w.rows // E
@@ -395,7 +392,7 @@ def _launch_grouped(
         x = codes.view(E4M3.dtype)
         tensors = (w.data.view(E4M3.dtype), w.tensors[1])
     else:
-        x = products.normed(x, norm, eps)
+        x = product.normed()
     sizes = grouped_sizes(x.device, w.bits, count // E)
     constants = dict(
         TOKENS=sizes.block,
@@ -410,20 +407,17 @@ def _launch_grouped(
     products.launch_plan(plan, args, w, rows, epilogue, EXPERTS=experts)
 
 
-def _launch_several(
-    op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float, epilogue: Epilogue, routes: Routes,
-    accumulate: str,
-) -> None:  # fmt: skip
+def _launch_several(product: Product, epilogue: Epilogue, routes: Routes, accumulate: str) -> None:
     """launch_product of several tokens: of all slots with the matrices of their experts. x has a
     row for each token or each slot."""
     T, k = routes.ids.shape
     E = len(routes.counts)
-    experts = Experts(E, triton.next_power_of_2(E), T * k // len(x))
+    experts = Experts(E, triton.next_power_of_2(E), T * k // len(product.x))
     slots = Slots(routes.order, routes.counts, experts)
-    if products.few_tile(op, x, w, T):
-        products.launch_few(op, x, norm, w, eps, epilogue, T, slots)
+    if products.few_tile(product, T):
+        products.launch_few(product, epilogue, T, slots)
     else:
-        _launch_grouped(x, norm, w, eps, epilogue, slots, accumulate)
+        _launch_grouped(product, epilogue, slots, accumulate)
 
 
 # ---- their epilogues
@@ -457,8 +451,8 @@ class Hidden(NamedTuple):
 
 @jit
 def _prepare_hidden(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
-    """The same for h, and the slots' weights. With one token, a program has a single slot, and the
-    router has ended by now (see first_rows)."""
+    """The same for h, and the slots' weights. With one token, a program has a single slot, and has
+    waited for the router."""
     if TOKENS == 1:
         offs_f, i = products.rows_and_tokens(row // 2, ROWS // 2, TOKENS)
         slot = tl.program_id(1)
@@ -519,26 +513,26 @@ def swiglu(
     """kernels.rmsnorm_swiglu of each slot, times its weight: [T, k, F]."""
     F = layer.w13.rows // layer.router.rows // 2
     h = x.new_empty(*routes.ids.shape, F)
+    product = Product("experts_swiglu", x, layer.w13, layer.ffn_norm, state.norm_eps)
     epilogue = Epilogue(_prepare_hidden, _store_hidden, (h, routes.weights), Hidden(F))
-    product = ("experts_swiglu", x, layer.ffn_norm, layer.w13, state.norm_eps, epilogue)
     if len(x) == 1:
-        products.launch_single(*product, Stack(routes.ids[0], 2 * F, 1))
+        products.launch_single(product, epilogue, Stack(routes.ids[0], 2 * F, 1))
     else:
-        _launch_several(*product, routes, accumulate)
+        _launch_several(product, epilogue, routes, accumulate)
     return h
 
 
 def linear_add(x: Tensor, w: Matrix, residual: Tensor, routes: Routes, accumulate: str) -> Tensor:
     """residual [T, C] += the sum over a token's slots, in place. x [T, k, K], w [E C, K]"""
     assert residual.shape[0] == len(x) and residual.is_contiguous(), (residual.shape, x.shape)
-    op = "experts_linear_add"
+    product = Product("experts_linear_add", x.view(-1, w.columns), w)
     if len(x) == 1:
         epilogue = Epilogue(products.prepare_rows, products.store_rows, (residual,), added=0)
-        products.launch_single(op, x[0], None, w, 0.0, epilogue, slots_added(routes, residual))
+        products.launch_single(product, epilogue, slots_added(routes, residual))
         return residual
     y = x.new_empty(*routes.ids.shape, residual.shape[1])
     epilogue = Epilogue(_prepare_slots, _store_slots, (y,))
-    _launch_several(op, x.view(-1, w.columns), None, w, 0.0, epilogue, routes, accumulate)
+    _launch_several(product, epilogue, routes, accumulate)
     return _add_slots(y, residual)
 
 

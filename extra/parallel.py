@@ -40,6 +40,8 @@ from launch import gdc_launch_dependents, gdc_wait, jit, launch, processors, sat
 from products import (
     MAX_FEW,
     Epilogue,
+    Product,
+    Stack,
     is_fused,
     launch_product,
     launch_single,
@@ -426,7 +428,7 @@ class Exchange:
         """Whether linear_add takes this product: one or, without experts, a few tokens."""
         if routes is not None:
             return len(x) == 1
-        return is_fused("linear_add", x, w)
+        return is_fused(Product("linear_add", x, w))
 
     def linear_add(
         self, x: Tensor, w: Matrix, residual: Tensor, routes: Routes | None = None
@@ -435,16 +437,16 @@ class Exchange:
         K], residual [T, C]"""
         assert len(residual) == len(x) and residual.is_contiguous(), (residual.shape, x.shape)
         if routes is None:
-            launch_product("linear_add", x, None, w, 0.0, self.sent(w))
+            self.send(Product("linear_add", x, w))
         else:
-            stack = slots_added(routes, residual)
-            launch_single("experts_linear_add", x[0], None, w, 0.0, self.sent(w), stack)
+            product = Product("experts_linear_add", x[0], w)
+            self.send(product, slots_added(routes, residual))
         return self.add_received(w, residual)
 
     def rmsnorm_linear(self, x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor) -> Tensor:
         """out = rmsnorm(x) W^T, over the rows of W on all ranks. x [1, C], out float32 [1, V]"""
         assert len(out) == 1 and out.is_contiguous(), out.shape
-        launch_product("rmsnorm_linear", x, norm, w, eps, self.sent(w))
+        self.send(Product("rmsnorm_linear", x, w, norm, eps))
         return self.gather_received(w, out)
 
     def end_round(self) -> None:
@@ -452,10 +454,15 @@ class Exchange:
         kernels may read the numbers before they wait."""
         self.numbers += len(self.numbers)
 
-    def sent(self, w: Matrix) -> Epilogue:
-        """The epilogue that sends a product to the inbox of W."""
-        addresses, _, number = self.inboxes[w]
-        return Epilogue(_prepare_entries, _store_entries, (addresses, number), Peers(self.ranks))
+    def send(self, product: Product, stack: Stack | None = None) -> None:
+        """Launch a product that ends in the inboxes of its matrix on all ranks."""
+        addresses, _, number = self.inboxes[product.w]
+        args = (addresses, number)
+        epilogue = Epilogue(_prepare_entries, _store_entries, args, Peers(self.ranks))
+        if stack is None:
+            launch_product(product, epilogue)
+        else:
+            launch_single(product, epilogue, stack)
 
     def add_received(self, w: Matrix, residual: Tensor) -> Tensor:
         block = 128  # one warp, so that nothing waits for other warps

@@ -233,6 +233,32 @@ Q4_0 = FileGroups4(
 )
 
 
+# What formats of 4 bits share with those of 8 bits: loading a tile for one token
+
+
+@jit
+def _load_codes(w, start, k, left, COLUMNS: tl.constexpr):
+    """load_codes of 4 bits, which are words, or of 8, which are bytes."""
+    EACH: tl.constexpr = 8 if w.dtype.element_ty == tl.int32 else 4
+    return load_codes(w, start, k, left, COLUMNS, EACH)
+
+
+@jit
+def _minimum_stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    """See Minimum."""
+    codes = _load_codes(w[0], start, k, left, COLUMNS)
+    scale = load_two_groups(w[1], start, k, left, COLUMNS, GROUP, 16)
+    return codes, scale, load_two_groups(w[2], start, k, left, COLUMNS, GROUP, 16)
+
+
+@jit
+def _parts_stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    """See Parts."""
+    codes = _load_codes(w[0], start, k, left, COLUMNS)
+    parts = load_two_groups(w[1], start, k, left, COLUMNS, 32, 16)
+    return codes, parts, load_two_groups(w[2], start, k, left, COLUMNS, GROUP, 32)
+
+
 # Q4_1: a scale and a minimum for each 32 columns
 
 
@@ -243,13 +269,6 @@ def _q4_1_load(
     codes = load_codes(w[0], start, k, left, COLUMNS, 8)
     scale = load_groups(w[1], start, k, left, COLUMNS, 32, GROUP)
     return codes, scale, load_groups(w[2], start, k, left, COLUMNS, 32, GROUP)
-
-
-@jit
-def _q4_1_stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    codes = load_codes(w[0], start, k, left, COLUMNS, 8)
-    scale = load_two_groups(w[1], start, k, left, COLUMNS, GROUP, 16)
-    return codes, scale, load_two_groups(w[2], start, k, left, COLUMNS, GROUP, 16)
 
 
 @jit
@@ -264,7 +283,7 @@ Q4_1 = FileGroups4(
     load=_q4_1_load,
     values=codes4.values_with_minimum,
     scales_of=_q4_1_scales,
-    stream_load=_q4_1_stream_load,
+    stream_load=_minimum_stream_load,
     stream_sums=codes4.stream_sums_with_minimum,
     group=32,
     scaling=Minimum(),
@@ -297,30 +316,19 @@ def _q4_k_load(
 
 
 @jit
-def _q4_k_stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    codes = load_codes(w[0], start, k, left, COLUMNS, 8)
-    parts = load_two_groups(w[1], start, k, left, COLUMNS, 32, 16)
-    return codes, parts, load_two_groups(w[2], start, k, left, COLUMNS, GROUP, 32)
-
-
-@jit
 def _q4_k_scales(tile, SHIFT: tl.constexpr):
     return _scales_of_parts(tile[1], tile[2], 30 - SHIFT)
 
 
-Q4_K = FileGroups4(
-    "q4_k",
-    bits=4,
+Q4_K = replace(
+    Q4_1,
+    name="q4_k",
     load=_q4_k_load,
-    values=codes4.values_with_minimum,
     scales_of=_q4_k_scales,
-    stream_load=_q4_k_stream_load,
-    stream_sums=codes4.stream_sums_with_minimum,
+    stream_load=_parts_stream_load,
     group=256,
     scaling=Parts(),
     unit=2.0**-30,
-    **codes4.STREAMED,
-    **ROTATED,
 )
 
 
@@ -676,13 +684,6 @@ def _q8_1_load(
 
 
 @jit
-def _q8_1_stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    codes = load_codes(w[0], start, k, left, COLUMNS, 4)
-    scale = load_two_groups(w[1], start, k, left, COLUMNS, GROUP, 16)
-    return codes, scale, load_two_groups(w[2], start, k, left, COLUMNS, GROUP, 16)
-
-
-@jit
 def _q8_1_scales(tile, SHIFT: tl.constexpr):
     scale = tile[1].to(tl.float32) * (2.0 ** (SHIFT - 8))
     return scale, tile[2].to(tl.float32) * (2.0 ** (SHIFT - 8))
@@ -701,7 +702,7 @@ Q8_1 = replace(
     name="q8_1",
     load=_q8_1_load,
     scales_of=_q8_1_scales,
-    stream_load=_q8_1_stream_load,
+    stream_load=_minimum_stream_load,
     stream_sums=_q8_1_sums,
     scaling=Minimum(),
 )
@@ -719,13 +720,6 @@ def _q8_k_load(
 
 
 @jit
-def _q8_k_stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    codes = load_codes(w[0], start, k, left, COLUMNS, 4)
-    parts = load_two_groups(w[1], start, k, left, COLUMNS, 32, 16)
-    return codes, parts, load_two_groups(w[2], start, k, left, COLUMNS, GROUP, 32)
-
-
-@jit
 def _q8_k_scales(tile, SHIFT: tl.constexpr):
     return _scales_of_parts(tile[1], tile[2], 13 - SHIFT)
 
@@ -735,7 +729,7 @@ Q8_K = replace(
     name="q8_k",
     load=_q8_k_load,
     scales_of=_q8_k_scales,
-    stream_load=_q8_k_stream_load,
+    stream_load=_parts_stream_load,
     group=256,
     scaling=Parts(),
     unit=2.0**-13,
