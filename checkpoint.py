@@ -212,6 +212,7 @@ class Checkpoint:
     """An opened checkpoint: its configuration and its tensors, of which only headers have been
     read."""
 
+    @one_line_errors()
     def __init__(self, folder: Path):
         """folder: that of the checkpoint, or a GGUF file. Raises OSError, ValueError."""
         self.folder = folder

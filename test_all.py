@@ -4668,6 +4668,7 @@ def test_messages_are_one_line(copy):
         lambda: list(generate(model, [1, 5])),
         lambda: tokenizer.apply_chat_template(conversation("hello")),
         lambda: more_tensors(folder) or load(folder),
+        lambda: checkpoint.Checkpoint(folder),
         lambda: spoil_config(hidden_act="x\ny" * 100_000)(folder) or load(folder),
         lambda: save(folder, folder / "new"),
         lambda: sampling(folder) and config_module.read_sampling(folder),
