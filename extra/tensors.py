@@ -14,7 +14,7 @@ import re
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -132,7 +132,6 @@ class Reading:
         reads = [tensor.reads() for tensor in of]
         self.sizes = [-(-length * len(starts) // ALIGNED) * ALIGNED for length, starts in reads]
         self.raw = torch.empty(sum(self.sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-        # The threads have them too, so that they stay open until nobody reads them
         self.files = {file: open_regular(file) for file in dict.fromkeys(t.file for t in of)}
         jobs: list[Job] = []
         for tensor, (length, starts), raw in zip(of, reads, self.raw.split(self.sizes)):
@@ -147,17 +146,24 @@ class Reading:
     def tensors(self) -> list[Tensor]:
         """Wait until all are read, and return them on the device. To a GPU they are copied while
         others are read. Raises OSError."""
-        for cut_short in [thread.result() for thread in self.threads]:
-            for f in cut_short:
-                raise OSError(f"{f.name} was cut short while it was being read")
-        versions = {file: version_of(os.fstat(f.fileno())) for file, f in self.files.items()}
-        for f in self.files.values():
-            f.close()
+        try:
+            for cut_short in [thread.result() for thread in self.threads]:
+                for f in cut_short:
+                    raise OSError(f"{f.name} was cut short while it was being read")
+            versions = {file: version_of(os.fstat(f.fileno())) for file, f in self.files.items()}
+        finally:
+            self.close()
         for tensor in self.of:
             if tensor.version != versions[tensor.file]:
                 raise OSError(f"{tensor.file} was replaced while it was being read: run it again")
         on_device = self.raw.to(self.device, non_blocking=True)
         return [t.tensor(raw) for t, raw in zip(self.of, on_device.split(self.sizes))]
+
+    def close(self) -> None:
+        """Close the files, when nobody reads them any more."""
+        wait(self.threads)
+        for f in self.files.values():
+            f.close()
 
 
 def _read(jobs: list[Job]) -> list[io.FileIO]:
@@ -293,13 +299,17 @@ def one_ahead(
     batches: Iterable[list[Piece]], device: torch.device
 ) -> Iterator[tuple[list[Piece], Reading]]:
     """Yields pieces that are being read together, when the reading of the next ones has begun."""
-    begun = []
-    for together in batches:
-        files = [file for piece in together for file in piece.files]
-        begun.append((together, Reading(files, device)))
-        if len(begun) == 2:
-            yield begun.pop(0)
-    yield from begun
+    begun: list[tuple[list[Piece], Reading]] = []
+    try:
+        for together in batches:
+            files = [file for piece in together for file in piece.files]
+            begun.append((together, Reading(files, device)))
+            if len(begun) == 2:
+                yield begun.pop(0)
+        yield from begun
+    finally:  # after an error some may be left
+        for _, reading in begun:
+            reading.close()
 
 
 def split(spans: list[range], most: int, unit: int = 1) -> Iterator[list[range]]:
