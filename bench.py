@@ -291,7 +291,9 @@ def random_weights(
     ) -> Tensor:
         return torch.randn(rows, columns, dtype=dtype, device=device).mul_(std)
 
-    def matrix(name: str, shape: tuple[int, int], std: float = 0.02, experts: int = 0) -> Matrix:
+    def matrix(
+        name: str, shape: tuple[int, int], std: float = 0.02, of_experts: bool = False
+    ) -> Matrix:
         rows, columns = shape
         format = formats.get(name)
         if format is None:
@@ -300,7 +302,7 @@ def random_weights(
             block = format.encode(normal(min(rows, 64), columns, std=std))
             repeated = [t.repeat(-(-rows // len(t)), *[1] * (t.dim() - 1))[:rows] for t in block]
             w = Matrix(tuple(repeated), format)
-        if experts:
+        if of_experts:
             return w  # products take some of its rows
         return in_cpu_layout(w, backend, dtype, formats.values())
 
@@ -316,7 +318,7 @@ def random_weights(
                 std = 0.02
                 if tensor.field in ("wo", "w2"):
                     std /= math.sqrt(2 * c.n_layers)
-                values[tensor.field] = matrix(tensor.name, shape, std, tensor.experts)
+                values[tensor.field] = matrix(tensor.name, shape, std, tensor.of_experts)
             elif tensor.kind is Kind.PLAIN:
                 values[tensor.field] = Matrix(normal(*shape, dtype))
             else:

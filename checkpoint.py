@@ -16,10 +16,16 @@ Files without a place beside them lie in extra/.
         |  schemes.py    how other programs store the matrices that they have quantised
       a Checkpoint: the Config and its tensors
     6   |  hardware.py   chooses device, type and backend, and asks whether it all fits into memory
-    7   |  Loader        (here) reads rows and joins them to the tensors of the model. A matrix
-        |               stays in floats, is encoded (fp8.py at the root, int4.py), or
+    7   |  Loader        (here) joins rows of the source's tensors to the tensors of the model. A
+        |               matrix stays in floats, is encoded (fp8.py at the root, int4.py), or
         |  quants.py     keeps what other programs have quantised, bit for bit
       Weights, in a Llama (model.py at the root)
+
+There are three kinds of tensors. A FileTensor says where in a file one lies. A SourceTensor is one
+or several of these as the Loader sees them: a vector, a matrix, or a stack of the matrices of all
+experts. One or several of those become a ModelTensor. So w13 of layer 3 takes its rows in turn from
+the SourceTensors w1 and w3 (Loader.sources), which read them piece by piece, while the next pieces
+are on their way from the files (tensors.py), to where the Loader copies them (Loader.fill).
 
 Only a Source knows its layout. It gives the Loader tensors under names of our own, whatever has
 quantised them. files.py opens all files, since none is trusted. save.py goes the other way, and
@@ -32,7 +38,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,7 +69,7 @@ from extra.names import (
 )
 from extra.parallel import Ranks, share
 from extra.sources import small_source, source_of, weight_files
-from extra.tensors import ALL, Floats, SourceTensor, columns_in
+from extra.tensors import ALL, SourceTensor, columns_in
 from formats import Format, Matrix, Tensors
 from kernels import FORMATS
 from model import Config, LayerWeights, Llama, Weights, enumerated
@@ -207,6 +212,7 @@ class Checkpoint:
     """An opened checkpoint: its configuration and its tensors, of which only headers have been
     read."""
 
+    @one_line_errors()
     def __init__(self, folder: Path):
         """folder: that of the checkpoint, or a GGUF file. Raises OSError, ValueError."""
         self.folder = folder
@@ -226,7 +232,8 @@ class Checkpoint:
     @property
     def quantised(self) -> str:
         """How others have quantised matrices, in words; empty if they are floats."""
-        return enumerated({tensor.scheme.name for tensor in self.tensors.values() if tensor.scheme})
+        found = set().union(*(tensor.all_schemes for tensor in self.tensors.values()))
+        return enumerated({scheme.name for scheme in found if scheme})
 
     @property
     def is_encoded(self) -> bool:
@@ -244,7 +251,7 @@ class Checkpoint:
         formats = {}
         for t in model_tensors(c):
             if t.is_matrix:
-                of_parts = {self.tensors[part.name].scheme for part in t.parts}
+                of_parts = set().union(*(self.tensors[part.name].all_schemes for part in t.parts))
                 format = schemes.format_for(of_parts, t.shape(c)[1], most_bits)
                 if format:
                     formats[t.name] = format
@@ -254,7 +261,7 @@ class Checkpoint:
         """What is wrong with the first tensor of floats that holds NaN or inf, in the file or once
         converted to dtype. Returns None if there is none. Codes are checked as they are read."""
         for tensor in self.tensors.values():
-            flaw = tensor.flaw(dtype) if isinstance(tensor, Floats) else None
+            flaw = tensor.flaw(dtype)
             if flaw:
                 return flaw
         return None
@@ -283,46 +290,6 @@ def check_groups(c: Config, formats: Formats) -> None:
 
 
 # ---- step 7: the loader
-
-
-class Placement(NamedTuple):
-    """Where some rows of a rank's tensor come from."""
-
-    place: slice  # of the rank's tensor
-    tensor: SourceTensor
-    rows: slice  # of the source's tensor
-
-
-# The most weights of several parts that are read at once
-READ_AT_ONCE = 1 << 24
-
-
-def joined(placements: list[Placement]) -> list[Placement]:
-    """The same, but with one placement for several whose rows continue one another in both tensors,
-    as those of experts in a stack do: to read and convert ten experts at once takes little longer
-    than one."""
-    found: list[Placement] = []
-    latest: dict[SourceTensor, int] = {}  # the index of a tensor's latest placement
-    for placement in placements:
-        place, tensor, rows = placement
-        before = found[latest[tensor]] if tensor in latest else None
-        if before and continues(before, placement):
-            both = slice(before.place.start, place.stop, place.step)
-            read = slice(before.rows.start, rows.stop)
-            found[latest[tensor]] = Placement(both, tensor, read)
-        else:
-            latest[tensor] = len(found)
-            found.append(placement)
-    return found
-
-
-def continues(before: Placement, after: Placement) -> bool:
-    """Whether two placements of a tensor can be one."""
-    count = before.rows.stop - before.rows.start
-    follows = before.place.start + count * before.place.step == after.place.start
-    rows = after.rows.stop - before.rows.start
-    fits = rows * before.tensor.shape[-1] <= READ_AT_ONCE
-    return follows and before.rows.stop == after.rows.start and fits
 
 
 @dataclass
@@ -397,31 +364,29 @@ class Loader:
         taken = share(count, self.ranks.rank, self.ranks.size)
         return slice(taken.start * size // count, taken.stop * size // count)
 
-    def placements(self, t: ModelTensor) -> list[Placement]:
-        """Where the rows of a tensor come from: its parts, or the tensor itself if the source has
-        joined them."""
+    def sources(self, t: ModelTensor) -> list[tuple[slice, SourceTensor, slice]]:
+        """Which rows of a rank's tensor come from which tensor of the source, and from which of its
+        rows, in a stack of each matrix. The source has the parts, or the tensor itself if --save
+        has joined them."""
         tensors = self.checkpoint.tensors
-        shares = [self.share(part.dims[0]) for part in t.parts]
+        shares = [self.share(part.row_dim) for part in t.parts]
         if t.name not in tensors:
-            found = []
-            for place, part, rows in zip(t.places(self.config), t.parts, shares):
-                tensor = tensors[part.name]
-                size = part.shape(self.whole)[0]
-                first = 0
-                if tensor.shape[0] > size:  # the experts of a stack share it
-                    first = part.expert * size
-                found.append(Placement(place, tensor, slice(first + rows.start, first + rows.stop)))
-            return joined(found)
+            of_parts = [tensors[part.name] for part in t.parts]
+            return list(zip(t.places(self.config), of_parts, shares))
         rows = t.joined_rows(self.whole, shares)
         # In the rank's own tensor, the share of each part is the whole part
-        of_parts = [slice(0, part.shape(self.config)[0]) for part in t.parts]
-        places = t.joined_rows(self.config, of_parts)
-        return [Placement(place, tensors[t.name], taken) for place, taken in zip(places, rows)]
+        own = [slice(0, part.joined_shape(self.config)[0]) for part in t.parts]
+        places = t.joined_rows(self.config, own)
+        return [(place, tensors[t.name], taken) for place, taken in zip(places, rows)]
 
     def fill(self, data: Tensor, t: ModelTensor, columns: slice = ALL) -> None:
         """Read these columns of a tensor into `data`, whose rows are this rank's."""
-        for place, tensor, rows in self.placements(t):
-            data[place].copy_(tensor.read(self.device, rows, columns), non_blocking=True)
+        for place, tensor, rows in self.sources(t):
+            for some, values in tensor.read(self.device, rows, columns):
+                if values.is_cpu and values.dtype != data.dtype:
+                    values = values.float()  # torch is slow at converting between 16-bit types
+                # A vector may become a row: copy_ then takes it for a matrix of one row
+                data[place][some].copy_(values, non_blocking=True)
 
     def vector(self, t: ModelTensor) -> Tensor:
         """A norm, a bias, a router or the embedding."""
@@ -432,7 +397,7 @@ class Loader:
 
     def matrix(self, t: ModelTensor) -> Matrix:
         shape = self.shapes[t.name]
-        columns = self.share(t.parts[0].dims[1])
+        columns = self.share(t.parts[0].dims[-1])
         format = self.formats.get(t.name)
         if not format:
             made = Matrix(torch.empty(shape, dtype=self.matrix_dtype, device=self.device))
@@ -441,12 +406,12 @@ class Loader:
             made = Matrix(self.encode(format, t, columns), format)
         else:
             tensors = format.empty(*shape, self.device)
-            for place, tensor, rows in self.placements(t):
+            for place, tensor, rows in self.sources(t):
                 out = tuple(of_format[place] for of_format in tensors)
                 tensor.write(format, out, self.device, rows, columns)
             made = Matrix(tensors, format)
         self.bar.update(made.nbytes)
-        if t.experts:
+        if t.of_experts:
             return made  # products take some of its rows
         return in_cpu_layout(made, self.backend, self.dtype, self.formats.values())
 
@@ -475,7 +440,7 @@ def largest_read(c: Config) -> int:
     sizes = []
     for t in model_tensors(c):
         if t.is_matrix:
-            _, columns = t.parts[0].dims
+            *_, columns = t.parts[0].dims
             sizes.append(math.prod(t.shape(c)))
             if columns in CUT:
                 sizes[-1] *= c.ranks

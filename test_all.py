@@ -91,14 +91,15 @@ from extra import cli as cli_module
 from extra import config as config_module
 from extra import cpu, experts, hardware, hopper, int4, parallel, quants, schemes, sources
 from extra import gguf as ggml
+from extra import tensors as tensors_module
 from extra.hardware import check_memory, pick_dtype
 from extra.hub import local_checkpoint, pick_gguf
 from extra.int4 import INT4
-from extra.names import formats_of, layer_tensors, tensor_in, weight_bytes
+from extra.names import formats_of, layer_tensors, model_tensors, tensor_in, weight_bytes
 from extra.parallel import Ranks
 from extra.save import save
 from extra.speculation import Draft, Lookup, Pacer, Speculation
-from extra.tensors import tensors_of
+from extra.tensors import ALL, read, tensors_of
 from figures import plot
 from formats import Matrix
 from fp8 import E4M3, E4M3_NATIVE, E5M2
@@ -3925,10 +3926,11 @@ def test_families_equal_transformers(tmp_path, family, fp8, backend, monkeypatch
 
 
 def to_bin(folder: Path) -> None:
-    """With gaps in the strides, a tensor turned and a parameter, all of which torch.save keeps."""
+    """With gaps in the strides, tensors turned and a parameter, all of which torch.save keeps."""
     tensors = load_file(folder / "model.safetensors")
     tensors = {name: torch.stack((t, t), -1)[..., 1] for name, t in tensors.items()}
-    tensors[DOWN] = tensors[DOWN].t().contiguous().t()
+    for name in [name for name in tensors if "layers.1." in name and "down_proj" in name]:
+        tensors[name] = tensors[name].t().contiguous().t()
     tensors[NORM] = torch.nn.Parameter(tensors[NORM])
     torch.save(tensors, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
@@ -4063,6 +4065,34 @@ def test_layouts_and_files_beside_others_equal_transformers(tmp_path, how):
     theirs.save_pretrained(tmp_path)
     FILES[how](tmp_path)
     assert_equals_transformers(tmp_path, theirs)
+
+
+@pytest.mark.parametrize("family, layout", [
+    ("gqa", "safetensors"), ("gqa", "bin"), ("gqa", "meta, 2 shards"), ("gqa", "saved"),
+    ("qwen 3 moe", "safetensors"), ("qwen 3 moe", "bin"), ("qwen 3 moe", "saved"),
+])  # fmt: skip
+def test_tensors_are_read_piece_by_piece(copy, monkeypatch, family, layout):
+    """A few rows at a time, and several of these together, they are what they are as a whole; also
+    by ranks, each of which has its share of every expert."""
+    hugging_face_model(read_config(copy).vocab_size, **FAMILIES[family]).save_pretrained(copy)
+    form = None
+    if layout == "saved":
+        form = E4M3
+        copy = save(copy, copy.parent / "saved", format="e4m3", device="cpu").parent
+    elif layout != "safetensors":
+        LAYOUTS[layout](copy)
+    opened = SimpleNamespace(checkpoint=checkpoint.Checkpoint(copy))
+    opened.config = opened.checkpoint.config
+    whole = loaded(opened, form)
+    monkeypatch.setattr(schemes, "AT_ONCE", 900)
+    monkeypatch.setattr(tensors_module, "TOGETHER", 9000)
+    pieces = loaded(opened, form)
+    for t in model_tensors(opened.config):
+        stored = [tensor_in(weights, t) for weights in (whole, pieces)]
+        if isinstance(stored[0], Matrix):
+            stored = [matrix.dense() for matrix in stored]
+        assert torch.equal(*stored), t.name
+    assert_two_ranks_have(opened, whole.layers[1], form)
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
@@ -4630,14 +4660,14 @@ def test_safetensors_cut_short_while_read(tmp_path):
     tensors = {"small": whole[0].clone(), "large": whole}
     save_file(tensors, file)
     found = {tensor.name: tensor for tensor in tensors_of(file)}
-    assert all(found[name].read().equal(tensor) for name, tensor in tensors.items())
+    assert all(map(torch.equal, read([found[name] for name in tensors]), tensors.values()))
     for rows, columns in ((slice(1, 2999), slice(0, 3003)), (slice(0, 3001), slice(5, 3000))):
-        read = found["large"].read(spans=[range(3001)[rows], range(3003)[columns]])
-        assert read.equal(whole[rows, columns])
+        (part,) = read([found["large"].part([range(3001)[rows], range(3003)[columns]])])
+        assert part.equal(whole[rows, columns])
     os.truncate(file, 8 + 100 + min(tensor.offset for tensor in found.values()))
     for tensor in found.values():
         with pytest.raises(OSError, match="x.safetensors was cut short while it was being read"):
-            tensor.read()
+            read([tensor])
 
 
 def test_messages_are_one_line(copy):
@@ -4651,6 +4681,7 @@ def test_messages_are_one_line(copy):
         lambda: list(generate(model, [1, 5])),
         lambda: tokenizer.apply_chat_template(conversation("hello")),
         lambda: more_tensors(folder) or load(folder),
+        lambda: checkpoint.Checkpoint(folder),
         lambda: spoil_config(hidden_act="x\ny" * 100_000)(folder) or load(folder),
         lambda: save(folder, folder / "new"),
         lambda: sampling(folder) and config_module.read_sampling(folder),
@@ -5833,16 +5864,15 @@ def test_gguf_models_equal_transformers(tmp_path, cli, family, monkeypatch):
     if has_experts:
         name = "blk.1.ffn_down_exps.weight"
         count, (number, raw) = ours.config.n_experts, tensors[name]
-        reads = lambda: [
-            len(loader_of(ours).placements(t)) for t in layer_tensors(ours.config)[-2:]
-        ]
-        assert reads() == [2, 1], "w1, w3 and w2 of all experts are read at once"
-        monkeypatch.setattr(checkpoint, "READ_AT_ONCE", 3 * 256 * 512)
-        assert reads() == [2 * -(-count // 3), -(-count // 3)]
+        monkeypatch.setattr(schemes, "AT_ONCE", 3 * 256 * 512)
+        for t in layer_tensors(ours.config)[-2:]:
+            for _, tensor, rows in loader_of(ours).sources(t):
+                pieces = list(tensor.quantised(rows, ALL, schemes.AT_ONCE))
+                assert len(pieces) == -(-count // 3), "three experts are converted at once"
         for one, other in zip(loaded(ours).matrices, whole.matrices, strict=True):
             assert torch.equal(one.dense(), other.dense())
         write_gguf(file, metadata, tensors | {name: (number, raw[:-1])})
-        few = f"{name} is [{count - 1}, 256, 512], but there must be {count} experts"
+        few = f"{name} is [{count - 1}, 256, 512], expected [{count}, 256, 512]"
         assert_refused(cli("-m", file, "-p", "a"), few)
 
 

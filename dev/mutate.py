@@ -238,7 +238,42 @@ MUTANTS = [
         "    ctx_size = ctx_size or min(config.max_seq_len, 4096)",
         "size_of_the_context",
     ),
-    Mutant("extra/tensors.py", "if version != self.version:", "if False:", "that_change"),
+    Mutant(
+        "extra/tensors.py",
+        "if tensor.version != versions[tensor.file]:",
+        "if False:",
+        "that_change",
+    ),
+    Mutant(
+        "extra/tensors.py",
+        "self.experts = experts",
+        "self.experts = experts[::-1]",
+        "families_equal and moe and torch",
+    ),
+    Mutant(
+        "extra/tensors.py",
+        "most // (each * unit)) * unit",
+        "most // each)",
+        "piece_by_piece",
+    ),
+    Mutant(
+        "extra/tensors.py",
+        "yield [range(i, i + 1), *piece]",
+        "yield [range(1), *piece]",
+        "gguf_models and mixtral",
+    ),
+    Mutant(
+        "extra/tensors.py",
+        "(e.floats(rows, columns, most)",
+        "(e.floats(slice(0, rows.stop - rows.start), columns, most)",
+        "piece_by_piece",
+    ),
+    Mutant(
+        "extra/tensors.py",
+        "start = end",
+        "start += 1",
+        "piece_by_piece",
+    ),
     Mutant(
         "extra/tensors.py",
         "(-1, 2, self.head_dim // 2,",

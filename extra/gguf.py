@@ -80,14 +80,6 @@ class TensorInfo:
     def nbytes(self) -> int:
         return math.prod(self.shape) // self.type.block * self.type.nbytes
 
-    def of_experts(self, count: int) -> "TensorInfo":
-        """The `count` matrices in this tensor as one matrix, with the rows of one after the other.
-        Raises ValueError if it has another number of them."""
-        if self.shape[0] != count:
-            what = f"{self.name} is {list(self.shape)}, but there must be {count} experts"
-            raise ValueError(f"{self.file}: the tensors do not fit the config: {what}")
-        return replace(self, shape=(count * self.shape[1], *self.shape[2:]))
-
 
 @dataclass(frozen=True)
 class GGUF:

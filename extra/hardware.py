@@ -147,7 +147,7 @@ def check_memory(
     weights = weight_bytes(c, dtype, formats)
     matrices = [t for t in model_tensors(c) if t.is_matrix]
     sizes = [math.prod(t.shape(c)) for t in matrices]
-    of_one = [size // max(1, t.experts) for size, t in zip(sizes, matrices)]
+    of_one = [size // t.matrices(c) for size, t in zip(sizes, matrices)]
     workspace = dtype.itemsize * max(MARGIN * max(of_one), *sizes)
     layer = 2 * c.kv_dim * ctx_size  # keys and values of one layer
     cache = c.n_layers * layer
@@ -157,7 +157,7 @@ def check_memory(
         cache *= dtype.itemsize
     if on_cpu and dtype == torch.bfloat16:
         for t in matrices:
-            if not t.experts and t.name in formats and formats[t.name].bits == 4:
+            if not t.of_experts and t.name in formats and formats[t.name].bits == 4:
                 weights += math.prod(t.shape(c)) * 5 // 8  # a copy for torch's own product
     need = weights + cache + workspace
     free = free_memory(device)

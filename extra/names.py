@@ -5,7 +5,6 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -27,26 +26,37 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor as checkpoints store it. One or several make up a tensor of the model. The table
-    below has a row for each."""
+    """A tensor as checkpoints store it, or the stack of all experts' matrices, one below the other.
+    One or several make up a tensor of the model. The table below has a row for each."""
 
     # Of LayerWeights or Weights, or a bias; parts of one field are joined in the table's order
     field: str
     kind: Kind
-    dims: tuple[str, ...]  # its shape, in names of Config's sizes; ranks share those in CUT
+    # Its shape, in names of Config's sizes; ranks share those in CUT. A stack has three
+    dims: tuple[str, ...]
     meta: str  # its name in Meta's layout
-    hugging_face: str  # its name in Hugging Face's
+    # Its name in Hugging Face's. With {}, each expert has a tensor, and {} is its number
+    hugging_face: str
     gguf: str  # its name in GGUF's
     rotated: bool = False  # RoPE rotates its rows; layouts store them in different orders
     mixtral: str = ""  # its name in Hugging Face's folders of Mixtral, if it differs
     in_turn: int = 1  # how many parts take turns, row by row; with 1, one is below the other
     layer: int | None = None  # the layer it belongs to, if any
-    expert: int | None = None  # the expert it belongs to; its number replaces the {} in a name
 
     @property
     def name(self) -> str:
         """Our own name for it, which is Meta's."""
         return self.name_in("meta")
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether it is a stack."""
+        return len(self.dims) == 3
+
+    @property
+    def row_dim(self) -> str:
+        """The size that counts its rows; in a stack, those of one expert."""
+        return self.dims[-2:][0]
 
     def shape(self, c: Config) -> tuple[int, ...]:
         return tuple(getattr(c, dim) for dim in self.dims)
@@ -54,14 +64,19 @@ class Part:
     def joined_shape(self, c: Config) -> tuple[int, ...]:
         """Its shape as part of the model's tensor."""
         shape = self.shape(c)
-        return (1, *shape) if self.kind is Kind.ROW else shape
+        if self.kind is Kind.ROW:
+            return (1, *shape)
+        if self.of_experts:
+            count, rows, columns = shape
+            return count * rows, columns
+        return shape
 
     def name_in(self, naming: str) -> str:
         """What it is called by "meta", "hugging_face", "mixtral" or "gguf"."""
         name = getattr(self, naming) or self.hugging_face
         if self.layer is not None:
             name = f"{LAYERS[naming]}.{self.layer}.{name}"
-        return name.format(self.expert)
+        return name
 
 
 # fmt: off
@@ -95,16 +110,19 @@ FEED_FORWARD = (
     Part("w2", MATRIX, ("dim", "hidden_dim"), "feed_forward.w2.weight", "mlp.down_proj.weight", "ffn_down.weight"),
     Part("w2_bias", VECTOR, ("dim",), "feed_forward.w2.bias", "mlp.down_proj.bias", "ffn_down.bias"),
 )
-# Instead of it, in a model with experts; GGUF stacks theirs in one tensor
+# Instead of it, in a model with experts. Meta has none, so their first names are only our own
 ROUTER = Part("router", PLAIN, ("n_experts", "dim"), "feed_forward.gate.weight", "mlp.gate.weight",
               "ffn_gate_inp.weight", mixtral="block_sparse_moe.gate.weight")
-EXPERT = (
-    Part("w13", MATRIX, ("hidden_dim", "dim"), "feed_forward.experts.{}.w1.weight", "mlp.experts.{}.gate_proj.weight",
-         "ffn_gate_exps.weight", mixtral="block_sparse_moe.experts.{}.w1.weight", in_turn=2),
-    Part("w13", MATRIX, ("hidden_dim", "dim"), "feed_forward.experts.{}.w3.weight", "mlp.experts.{}.up_proj.weight",
-         "ffn_up_exps.weight", mixtral="block_sparse_moe.experts.{}.w3.weight", in_turn=2),
-    Part("w2", MATRIX, ("dim", "hidden_dim"), "feed_forward.experts.{}.w2.weight", "mlp.experts.{}.down_proj.weight",
-         "ffn_down_exps.weight", mixtral="block_sparse_moe.experts.{}.w2.weight"),
+EXPERTS = (
+    Part("w13", MATRIX, ("n_experts", "hidden_dim", "dim"), "feed_forward.experts.w1.weight",
+         "mlp.experts.{}.gate_proj.weight", "ffn_gate_exps.weight",
+         mixtral="block_sparse_moe.experts.{}.w1.weight", in_turn=2),
+    Part("w13", MATRIX, ("n_experts", "hidden_dim", "dim"), "feed_forward.experts.w3.weight",
+         "mlp.experts.{}.up_proj.weight", "ffn_up_exps.weight",
+         mixtral="block_sparse_moe.experts.{}.w3.weight", in_turn=2),
+    Part("w2", MATRIX, ("n_experts", "dim", "hidden_dim"), "feed_forward.experts.w2.weight",
+         "mlp.experts.{}.down_proj.weight", "ffn_down_exps.weight",
+         mixtral="block_sparse_moe.experts.{}.w2.weight"),
 )
 EMBEDDING = Part("embedding", TABLE, ("vocab_size", "dim"), "tok_embeddings.weight", "model.embed_tokens.weight",
                  "token_embd.weight")
@@ -125,7 +143,7 @@ CUT = {  # sizes of which each rank has a share, and what is divided among the r
 @dataclass(frozen=True)
 class ModelTensor:
     """A tensor of the model: a part, or several joined. Either one is below the other, or their
-    rows take turns, as those of w1 and w3 do. Experts are below one another."""
+    rows take turns, as those of w1 and w3 do, in stacks within each expert."""
 
     name: str  # as --save writes it, such as layers.3.wqkv
     parts: tuple[Part, ...]
@@ -148,9 +166,15 @@ class ModelTensor:
         return self.kind is Kind.MATRIX
 
     @property
-    def experts(self) -> int:
-        """How many experts have rows in it; 0 if it does not belong to experts."""
-        return len({part.expert for part in self.parts} - {None})
+    def of_experts(self) -> bool:
+        """Whether its parts are stacks."""
+        return self.parts[0].of_experts
+
+    def matrices(self, c: Config) -> int:
+        """How many experts have a matrix in it; 1 if it does not belong to experts."""
+        if self.of_experts:
+            return c.n_experts
+        return 1
 
     def shape(self, c: Config) -> tuple[int, ...]:
         rows = sum(part.joined_shape(c)[0] for part in self.parts)
@@ -168,8 +192,8 @@ class ModelTensor:
         return found
 
     def joined_rows(self, c: Config, shares: list[slice]) -> list[slice]:
-        """Where a rank's rows lie in this tensor: one slice for all parts that take turns. shares:
-        the rank's rows of each part; parts that take turns have the same."""
+        """Where some rows of each part lie in this tensor: one slice for all parts that take turns,
+        of which `shares` has the same rows. In a stack they may be those of one expert."""
         if self.kind is Kind.ROW:  # every rank has whole rows
             return [ALL]
         turns = self.parts[0].in_turn
@@ -182,20 +206,14 @@ class ModelTensor:
 def layer_tensors(c: Config, layer: int = 0) -> list[ModelTensor]:
     """The tensors of a layer. Of those that only some models have, such as qkv_bias, a flag of that
     name in the config says whether they are there."""
-    rows = [*LAYER]
+    rows = [*LAYER, *FEED_FORWARD]
     if c.n_experts:
-        rows.append(ROUTER)
-        for _, of_field in itertools.groupby(EXPERT, lambda row: row.field):
-            of_field = list(of_field)
-            rows += [replace(row, expert=e) for e in range(c.n_experts) for row in of_field]
-    else:
-        rows += FEED_FORWARD
+        rows = [*LAYER, ROUTER, *EXPERTS]
     rows = [replace(row, layer=layer) for row in rows if getattr(c, row.field, True)]
     fields = itertools.groupby(rows, lambda row: row.field)
     return [ModelTensor(f"layers.{layer}.{field}", tuple(parts)) for field, parts in fields]
 
 
-@lru_cache(maxsize=8)  # with experts there are tens of thousands of parts
 def model_tensors(c: Config) -> tuple[ModelTensor, ...]:
     """The tensors of a model, always in the same order."""
     layers = [tensor for layer in range(c.n_layers) for tensor in layer_tensors(c, layer)]

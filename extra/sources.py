@@ -37,8 +37,11 @@ from extra.tensors import (
     SavedMatrix,
     ShardedFloats,
     SourceTensor,
+    Stack,
     Wanted,
+    read,
     safetensors_header,
+    split,
     tensors_of,
 )
 from formats import Format
@@ -103,9 +106,8 @@ class Source(ABC):
     def tensors(self, c: Config) -> tuple[Config, dict[str, SourceTensor]]:
         """Returns the configuration, in which tie_embeddings may have become False, and the tensors
         by our names. They are a model's parts, or the tensors of the model if --save has joined
-        the parts. Experts share a tensor if it has their matrices one after the other. Raises
-        ValueError if one is missing, unexpected, or of another shape or type than the config
-        says."""
+        the parts. Raises ValueError if one is missing, unexpected, or of another shape or type than
+        the config says."""
         found: Found = {}
         for tensor in self.file_tensors():
             if not NOT_NEEDED.search(tensor.name):
@@ -114,7 +116,7 @@ class Source(ABC):
             c = self.untied(c, found)
         c = self.without_absent_biases(c, found)
         tensors = self.named(c, found)
-        self.check(dict.fromkeys(tensors.values()), found)
+        self.check(tensors.values(), found)
         return c, tensors
 
     def untied(self, c: Config, found: Found) -> Config:
@@ -168,11 +170,9 @@ def equal(one: FileTensor, other: FileTensor) -> bool:
     # A torch file stores shared tensors once
     if one.file == other.file and one.offset == other.offset:
         return True
-    columns = [range(size) for size in one.shape[1:]]
-    at_once = max(1, schemes.AT_ONCE // math.prod(one.shape[1:]))
-    for first in range(0, one.shape[0], at_once):
-        spans = [range(first, min(first + at_once, one.shape[0])), *columns]
-        if not torch.equal(one.read(spans=spans).float(), other.read(spans=spans).float()):
+    for spans in split([range(size) for size in one.shape], schemes.AT_ONCE):
+        mine, its = read([one.part(spans), other.part(spans)])
+        if not torch.equal(mine.float(), its.float()):
             return False
     return True
 
@@ -181,7 +181,8 @@ def is_zero(bias: FileTensor) -> bool:
     """Whether a bias makes no difference."""
     if bias.dtype not in schemes.FLOATS or math.prod(bias.shape) > MOST_BIASES:
         return False
-    return not bias.read().any()
+    (values,) = read([bias])
+    return not values.any()
 
 
 # ---- GGUF
@@ -217,45 +218,35 @@ class GgufFile(Source):
     def scheme(self, info: gguf.TensorInfo) -> gguf.Type | None:
         """The ggml type in which a tensor is quantised. Returns None if it is not; those of one
         dimension never are."""
-        if info.type.block > 1 and len(info.shape) == 2:
+        if info.type.block > 1 and len(info.shape) > 1:
             return info.type
         return None
 
-    def file_tensor(self, info: gguf.TensorInfo) -> FileTensor:
-        dtype = TYPES.get(info.type.name)
-        if self.scheme(info):
-            dtype = torch.float32  # once it is decoded
-        return FileTensor(info.file, info.name, dtype, info.shape, info.offset, info.version)
-
     def file_tensors(self) -> list[FileTensor]:
-        return [self.file_tensor(info) for info in self.header.tensors.values()]
+        found = []
+        for info in self.header.tensors.values():
+            dtype = TYPES.get(info.type.name)
+            if self.scheme(info):
+                dtype = torch.float32  # once it is decoded
+            found.append(
+                FileTensor(info.file, info.name, dtype, info.shape, info.offset, info.version)
+            )
+        return found
 
     def named(self, c: Config, found: Found) -> dict[str, SourceTensor]:
         header = self.header
         in_pairs = FAMILIES[gguf.family_name(header)].in_pairs
-        tensors = {}
-        by_name: dict[str, SourceTensor] = {}
+        tensors: dict[str, SourceTensor] = {}
         for name, part in model_parts(c).items():
             in_file = part.name_in(self.naming)
-            if in_file not in by_name:
-                head_dim = c.head_dim if part.rotated and not in_pairs else None
-                by_name[in_file] = self.tensor(part, c, found, header, head_dim)
-            tensors[name] = by_name[in_file]
+            head_dim = c.head_dim if part.rotated and not in_pairs else None
+            info = header.tensors.get(in_file)
+            arguments = (in_file, part.shape(c), found, head_dim)
+            if info and self.scheme(info):
+                tensors[name] = GgufMatrix(*arguments, self.scheme(info))
+            else:
+                tensors[name] = Floats(*arguments)
         return tensors
-
-    def tensor(
-        self, part: Part, c: Config, found: Found, header: gguf.GGUF, head_dim: int | None
-    ) -> SourceTensor:
-        name = part.name_in(self.naming)
-        shape = part.shape(c)
-        info = header.tensors.get(name)
-        if info and part.expert is not None:
-            info = info.of_experts(c.n_experts)
-            found = {name: [self.file_tensor(info)]}
-            shape = (c.n_experts * shape[0], *shape[1:])
-        if info and self.scheme(info):
-            return GgufMatrix(name, shape, found, head_dim, self.scheme(info))
-        return Floats(name, shape, found, head_dim)
 
 
 # ---- folders
@@ -321,18 +312,26 @@ class HuggingFaceFolder(Folder):
         config = Fields(self.path / "config.json")
         scheme = schemes.scheme_of(config)
         naming = family_of(config).naming
-        tensors = {}
-        for name, part in model_parts(c).items():
-            in_file = part.name_in(naming)
-            shape = part.shape(c)
+
+        def tensor(part: Part, in_file: str) -> SourceTensor:
+            """A part, or an expert's matrix in one."""
+            shape = part.shape(c)[-2:]
             head_dim = c.head_dim if part.rotated else None
             wanted = {}
             if scheme and part.kind in (Kind.MATRIX, Kind.PLAIN):
                 wanted = self.scheme_tensors(in_file, shape, found, scheme)
             if wanted:
-                tensors[name] = SafetensorsMatrix(in_file, shape, found, head_dim, scheme, wanted)
+                return SafetensorsMatrix(in_file, shape, found, head_dim, scheme, wanted)
+            return Floats(in_file, shape, found, head_dim)
+
+        tensors = {}
+        for name, part in model_parts(c).items():
+            in_file = part.name_in(naming)
+            if part.of_experts:
+                experts = range(c.n_experts)
+                tensors[name] = Stack([tensor(part, in_file.format(e)) for e in experts])
             else:
-                tensors[name] = Floats(in_file, shape, found, head_dim)
+                tensors[name] = tensor(part, in_file)
         return tensors
 
     def scheme_tensors(
@@ -402,6 +401,9 @@ class SavedFolder(Folder):
             shape = t.shape(c)
             if t.is_matrix:
                 wanted = saved_matrix(t, c, self.format)
+                if t.of_experts:
+                    rows, columns = shape
+                    shape = (c.n_experts, rows // c.n_experts, columns)
                 tensors[t.name] = SavedMatrix(t.name, shape, found, wanted=wanted)
             else:
                 tensors[t.name] = Floats(f"{t.name}.weight", shape, found)

@@ -1,25 +1,28 @@
 """Step 5 of loading (see checkpoint.py): the tensors in files, and the tensors of a checkpoint that
 the loader reads. These are floats in one file or in several, matrices that others have quantised,
-or matrices that `--save` wrote. Only headers are read until rows and columns of a tensor are asked
-for.
+matrices that `--save` wrote, or stacks of the matrices of experts. Only headers are read until rows
+and columns of a tensor are asked for.
 
 Nothing in a file is trusted: names, types and shapes are compared with what the configuration says,
 and codes and scales are checked as they are read."""
 
+import io
 import json
 import math
 import os
 import re
 import warnings
 import zipfile
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
+from itertools import chain, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -29,12 +32,18 @@ from extra.files import one_line, open_regular, version_of
 from formats import Format, Quantised, Tensors
 
 ALL = slice(None)
+CPU = torch.device("cpu")
 
 # ---- the tensors of a file
 
 READ_BYTES = 1 << 20  # that a thread reads at a time
 # Threads that read. One alone copies from the page cache at a fraction of the memory bandwidth
 READERS = 4
+# Bytes that are read together, unless a single piece has more. For up to 32 MB, a CPU's allocator
+# keeps the memory, which is faster than to ask the system for new pages
+TOGETHER = 1 << 24
+ALIGNED = 64  # bytes at a multiple of which each tensor begins that is read
+SHORT_RUN = 64  # bytes; neighbouring elements that are fewer are not read by themselves
 TYPES = {  # by their names in safetensors; floats have the same names in GGUF
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32,
@@ -45,13 +54,13 @@ TYPES = {  # by their names in safetensors; floats have the same names in GGUF
 @cache
 def readers(process: int) -> ThreadPoolExecutor:
     """The reading threads of a process, since a forked one has none of its parent's. They are
-    started once, as models with experts have tens of thousands of tensors."""
+    started once, as a model may be read in thousands of pieces."""
     return ThreadPoolExecutor(READERS)
 
 
 @dataclass(frozen=True, eq=False)
 class FileTensor:
-    """A tensor that lies in one piece in a file."""
+    """A tensor in a file, or some spans of one: where its elements are."""
 
     file: Path
     name: str
@@ -59,54 +68,107 @@ class FileTensor:
     shape: tuple[int, ...]
     offset: int = 0  # of its first byte
     version: tuple[int, ...] = ()  # of the file whose header was read, see files.version_of
+    # In elements, as torch counts them; None: rows follow one another without gaps
+    strides: tuple[int, ...] | None = None
 
-    def read(self, pinned: bool = False, spans: list[range] | None = None) -> Tensor:
-        """Read all of it, or these spans of its dimensions; into pinned memory if a GPU is to copy
-        it while the next tensor is read. Raises OSError."""
-        if spans is None:
-            spans = [range(size) for size in self.shape]
-        element = self.dtype.itemsize
-        row = element * math.prod(self.shape[1:])
-        if len(spans) == 2 and len(spans[1]) < self.shape[1]:  # some columns of each row
-            length = len(spans[1]) * element
-            starts = [i * row + spans[1].start * element for i in spans[0]]
-        else:
-            length = len(spans[0]) * row
-            starts = [spans[0].start * row]
-        values = torch.empty([len(span) for span in spans], dtype=self.dtype, pin_memory=pinned)
-        lines = values.view(-1).view(torch.uint8).numpy().reshape(len(starts), length)
-        jobs = []
-        for line, start in zip(lines, starts):
-            for at in range(0, length, READ_BYTES):
-                jobs.append((line[at : at + READ_BYTES], self.offset + start + at))
-        with open_regular(self.file) as f:
-            read = lambda some: sum(os.preadv(f.fileno(), [to], offset) for to, offset in some)
-            shares = [jobs[i::READERS] for i in range(READERS)]
-            count = sum(readers(os.getpid()).map(read, shares))
-            version = version_of(os.fstat(f.fileno()))
-        if count < values.nbytes:
-            raise OSError(f"{self.file} was cut short while it was being read")
-        if version != self.version:
-            raise OSError(f"{self.file} was replaced while it was being read: run it again")
-        return values
-
-
-@dataclass(frozen=True, eq=False)
-class StridedTensor(FileTensor):
-    """A tensor of a torch file. Its elements may lie apart, or in another order."""
-
-    strides: tuple[int, ...] = ()
-
-    def read(self, pinned: bool = False, spans: list[range] | None = None) -> Tensor:
-        if spans is None:
-            spans = [range(size) for size in self.shape]
-        first = sum(span.start * stride for span, stride in zip(spans, self.strides))
-        last = sum((span.stop - 1) * stride for span, stride in zip(spans, self.strides))
+    def part(self, spans: Sequence[range]) -> "FileTensor":
+        """These spans of its dimensions."""
+        strides = self.strides or without_gaps(self.shape)
+        first = sum(span.start * stride for span, stride in zip(spans, strides))
+        shape = tuple(len(span) for span in spans)
         offset = self.offset + first * self.dtype.itemsize
-        flat = FileTensor(
-            self.file, self.name, self.dtype, (last - first + 1,), offset, self.version
-        )
-        return flat.read(pinned).as_strided([len(span) for span in spans], self.strides)
+        return replace(self, shape=shape, offset=offset, strides=strides)
+
+    def reads(self) -> tuple[int, list[int]]:
+        """What to read: how many bytes at a time, a run of neighbouring elements, and where in the
+        file each run begins. Instead of many short runs, this is one with all that lies between."""
+        apart = list(zip(self.shape, self.strides or without_gaps(self.shape)))
+        last = sum((size - 1) * stride for size, stride in apart)
+        length = 1
+        while apart and apart[-1][1] == length:
+            size, _ = apart.pop()
+            length *= size
+        if apart and length * self.dtype.itemsize < SHORT_RUN:
+            length = last + 1
+            apart = []
+        starts = [0]
+        for size, stride in apart:
+            starts = [start + i * stride for start in starts for i in range(size)]
+        of_bytes = self.dtype.itemsize
+        return length * of_bytes, [self.offset + start * of_bytes for start in starts]
+
+    def tensor(self, raw: Tensor) -> Tensor:
+        """The tensor in the bytes that have been read, uint8 at a multiple of ALIGNED."""
+        elements = raw.view(self.dtype)
+        _, starts = self.reads()
+        strides = without_gaps(self.shape)
+        if self.strides and len(starts) == 1:
+            strides = self.strides
+        return elements.as_strided(self.shape, strides, elements.storage_offset())
+
+
+def without_gaps(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor whose rows follow one another."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+# An open file, the memory to read into, and where these bytes begin in the file
+Job = tuple[io.FileIO, numpy.ndarray, int]
+
+
+def read(tensors: Sequence[FileTensor]) -> list[Tensor]:
+    """Read tensors to the CPU. Raises OSError."""
+    return Reading(tensors, CPU).tensors()
+
+
+class Reading:
+    """Tensors of any files that are being read together, so that no thread waits at the end of a
+    small one, and a GPU copies all of them at once."""
+
+    def __init__(self, of: Sequence[FileTensor], device: torch.device):
+        """Raises OSError."""
+        self.of = of
+        self.device = device
+        reads = [tensor.reads() for tensor in of]
+        self.sizes = [-(-length * len(starts) // ALIGNED) * ALIGNED for length, starts in reads]
+        self.raw = torch.empty(sum(self.sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.files = {file: open_regular(file) for file in dict.fromkeys(t.file for t in of)}
+        jobs: list[Job] = []
+        for tensor, (length, starts), raw in zip(of, reads, self.raw.split(self.sizes)):
+            memory = raw.numpy()
+            for i, start in enumerate(starts):
+                for at in range(0, length, READ_BYTES):
+                    to = memory[i * length + at : i * length + min(at + READ_BYTES, length)]
+                    jobs.append((self.files[tensor.file], to, start + at))
+        pool = readers(os.getpid())
+        self.threads = [pool.submit(_read, jobs[i::READERS]) for i in range(READERS)]
+
+    def tensors(self) -> list[Tensor]:
+        """Wait until all are read, and return them on the device. To a GPU they are copied while
+        others are read. Raises OSError."""
+        try:
+            for cut_short in [thread.result() for thread in self.threads]:
+                for f in cut_short:
+                    raise OSError(f"{f.name} was cut short while it was being read")
+            versions = {file: version_of(os.fstat(f.fileno())) for file, f in self.files.items()}
+        finally:
+            self.close()
+        for tensor in self.of:
+            if tensor.version != versions[tensor.file]:
+                raise OSError(f"{tensor.file} was replaced while it was being read: run it again")
+        on_device = self.raw.to(self.device, non_blocking=True)
+        return [t.tensor(raw) for t, raw in zip(self.of, on_device.split(self.sizes))]
+
+    def close(self) -> None:
+        """Close the files, when nobody reads them any more."""
+        wait(self.threads)
+        for f in self.files.values():
+            f.close()
+
+
+def _read(jobs: list[Job]) -> list[io.FileIO]:
+    """Read bytes of files. Returns the files that end before."""
+    return [file for file, to, at in jobs if os.preadv(file.fileno(), [to], at) < len(to)]
 
 
 def tensors_of(file: Path) -> list[FileTensor]:
@@ -168,7 +230,8 @@ def torch_tensors(file: Path) -> list[FileTensor]:
     for name, t in tensors.items():
         offset = t.untyped_storage()._checkpoint_offset + t.storage_offset() * t.itemsize
         shape = tuple(t.shape)
-        found.append(StridedTensor(file, name, t.dtype, shape, offset, version, t.stride()))
+        strides = None if t.is_contiguous() else t.stride()
+        found.append(FileTensor(file, name, t.dtype, shape, offset, version, strides))
     return found
 
 
@@ -196,8 +259,84 @@ class Wanted(NamedTuple):
 Found = dict[str, list[FileTensor]]  # by name; only Meta's shards have several of one name
 
 
+class Piece(NamedTuple):
+    """Some rows of a tensor that are read and converted at once."""
+
+    rows: int
+    files: list[FileTensor]  # what is read
+    make: Callable[[list[Tensor]], Any]  # what becomes of that
+
+
+def in_order(pieces: Iterable[Piece], device: torch.device) -> Iterator[tuple[slice, Any]]:
+    """Yields the rows that a piece takes up, one piece below the other, and what it makes, while
+    the next ones are being read."""
+    start = 0
+    for together, reading in one_ahead(read_together(pieces), device):
+        tensors = iter(reading.tensors())
+        for piece in together:
+            end = start + piece.rows
+            yield slice(start, end), piece.make([*islice(tensors, len(piece.files))])
+            start = end
+
+
+def read_together(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Yields as many pieces as are read together."""
+    together = []
+    total = 0
+    for piece in pieces:
+        size = sum(math.prod(file.shape) * file.dtype.itemsize for file in piece.files)
+        if together and total + size > TOGETHER:
+            yield together
+            together = []
+            total = 0
+        together.append(piece)
+        total += size
+    if together:
+        yield together
+
+
+def one_ahead(
+    batches: Iterable[list[Piece]], device: torch.device
+) -> Iterator[tuple[list[Piece], Reading]]:
+    """Yields pieces that are being read together, when the reading of the next ones has begun."""
+    begun: list[tuple[list[Piece], Reading]] = []
+    try:
+        for together in batches:
+            files = [file for piece in together for file in piece.files]
+            begun.append((together, Reading(files, device)))
+            if len(begun) == 2:
+                yield begun.pop(0)
+        yield from begun
+    finally:  # after an error some may be left
+        for _, reading in begun:
+            reading.close()
+
+
+def split(spans: list[range], most: int, unit: int = 1) -> Iterator[list[range]]:
+    """Spans of a tensor's dimensions, cut into pieces of at most `most` elements, but of whole
+    columns and of whole `unit`s of rows: several matrices of a stack, or rows of one."""
+    outer, *inner = spans
+    each = max(1, math.prod(map(len, inner)))
+    if len(inner) == 2 and each > most:
+        for i in outer:
+            for piece in split(inner, most, unit):
+                yield [range(i, i + 1), *piece]
+        return
+    step = max(1, most // (each * unit)) * unit
+    for i in range(0, len(outer), step):
+        yield [outer[i : i + step], *inner]
+
+
+def rows_in(spans: list[range]) -> int:
+    """Rows of a matrix, or of all matrices of a stack; elements of a vector."""
+    if len(spans) == 1:
+        return len(spans[0])
+    return math.prod(map(len, spans[:-1]))
+
+
 class SourceTensor:
-    """A tensor of a checkpoint as the loader sees it, however files store it."""
+    """A tensor of a checkpoint as the loader sees it, however files store it: a vector, a matrix
+    [N, K], or a stack [E, N, K] of the matrices of all experts."""
 
     dtype: torch.dtype | None = torch.float32  # of the floats, or of decoded values
 
@@ -221,19 +360,48 @@ class SourceTensor:
         self.wanted = wanted or {name: Wanted(schemes.FLOATS, [shape])}
         self.files = {name: found.get(name, []) for name in self.wanted}
 
-    def read(self, device: torch.device, rows: slice, columns: slice = ALL) -> Tensor:
-        """Read these rows and columns. For a GPU they are returned in pinned memory, from which
-        they are copied while the next ones are read, or on the GPU. For a CPU, floats are returned
-        in fp32, since torch is slow at converting between 16-bit types. Rows of q and k are always
-        those of whole heads."""
-        raise NotImplementedError
+    @property
+    def all_schemes(self) -> set[gguf.Type | schemes.Scheme | None]:
+        """How others have quantised its matrices. None stands for floats."""
+        return {self.scheme}
+
+    def read(
+        self, device: torch.device, rows: slice, columns: slice = ALL
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Yields a slice of the requested rows, and their floats in the requested columns, on the
+        device. In a stack these are rows of each matrix, one matrix below the other. Rows of q and
+        k are always those of whole heads. Raises OSError, and ValueError for codes or scales that
+        are not finite."""
+        return in_order(self.floats(rows, columns, weights_at_once(device)), device)
 
     def write(
         self, format: Format, out: Tensors, device: torch.device, rows: slice, columns: slice
     ) -> None:
-        """Write these rows and columns into the tensors of a format, without changing a weight.
-        Raises ValueError for codes or scales that are not finite."""
+        """Write the same into the tensors of a format, without changing a weight."""
+        pieces = self.quantised(rows, columns, weights_at_once(device))
+        for some, quantised in in_order(pieces, device):
+            format.write(quantised, tuple(tensor[some] for tensor in out))
+
+    def floats(self, rows: slice, columns: slice, most: int) -> Iterable[Piece]:
+        """The pieces that make floats, of at most `most` weights if the tensor can be cut."""
         raise NotImplementedError
+
+    def quantised(self, rows: slice, columns: slice, most: int) -> Iterable[Piece]:
+        """The pieces that make Quantised, if it is quantised."""
+        raise NotImplementedError
+
+    def spans(self, rows: slice, columns: slice) -> list[range]:
+        """What these are of each dimension."""
+        taken = (*[ALL] * (len(self.shape) - 2), rows, columns)
+        return [range(size)[some] for size, some in zip(self.shape, taken)]
+
+    def split(self, rows: slice, columns: slice, most: int) -> Iterable[list[range]]:
+        """The same, in pieces of whole heads and of at most `most` elements. A tensor whose rows do
+        not follow one another is a single piece."""
+        spans = self.spans(rows, columns)
+        if any(tensor.strides for tensor in chain.from_iterable(self.files.values())):
+            return [spans]
+        return split(spans, most, self.head_dim or 1)
 
     def problems(self) -> Iterator[str]:
         """What does not fit the config, a message each."""
@@ -248,12 +416,25 @@ class SourceTensor:
         (tensor, *others) = files
         return not others and tensor.dtype in wanted.types and tensor.shape in wanted.shapes
 
+    def flaw(self, dtype: torch.dtype) -> str | None:
+        """What is wrong with its floats, in the file or converted to dtype. Returns None if nothing
+        is, or if it has codes, which are checked as they are read."""
+
     def in_pairs(self, rows: Tensor) -> Tensor:
-        """The rows in the order in which RoPE rotates neighbours."""
+        """The rows, of a stack below one another, in the order in which RoPE rotates neighbours."""
+        if rows.dim() == 3:
+            rows = rows.flatten(0, 1)
         if self.head_dim is None:
             return rows
         heads = rows.view(-1, 2, self.head_dim // 2, *rows.shape[1:])
         return heads.transpose(1, 2).reshape(rows.shape)
+
+
+def weights_at_once(device: torch.device) -> int:
+    """How many weights are converted at a time."""
+    if device.type == "cpu":
+        return schemes.AT_ONCE
+    return 16 * schemes.AT_ONCE
 
 
 def _misfit(files: list[FileTensor], wanted: Wanted) -> str:
@@ -267,6 +448,30 @@ def _misfit(files: list[FileTensor], wanted: Wanted) -> str:
     return f"{name} is {shapes} in {in_words(files[0].dtype)}, expected {expected} in {listed}"
 
 
+class Stack(SourceTensor):
+    """The matrices of all experts, each of which is a tensor of its own in the files."""
+
+    def __init__(self, experts: list[SourceTensor]):
+        self.experts = experts
+        self.wanted = {name for expert in experts for name in expert.wanted}
+
+    @property
+    def all_schemes(self) -> set[gguf.Type | schemes.Scheme | None]:
+        return set().union(*(expert.all_schemes for expert in self.experts))
+
+    def floats(self, rows: slice, columns: slice, most: int) -> Iterable[Piece]:
+        return chain.from_iterable(e.floats(rows, columns, most) for e in self.experts)
+
+    def quantised(self, rows: slice, columns: slice, most: int) -> Iterable[Piece]:
+        return chain.from_iterable(e.quantised(rows, columns, most) for e in self.experts)
+
+    def problems(self) -> Iterator[str]:
+        return chain.from_iterable(expert.problems() for expert in self.experts)
+
+    def flaw(self, dtype: torch.dtype) -> str | None:
+        return next(filter(None, (expert.flaw(dtype) for expert in self.experts)), None)
+
+
 class Floats(SourceTensor):
     """A tensor of floats in one file."""
 
@@ -274,26 +479,18 @@ class Floats(SourceTensor):
     def dtype(self) -> torch.dtype:
         return self.files[self.name][0].dtype
 
-    def values(self, spans: list[range], pinned: bool) -> Tensor:
-        """These spans of its dimensions, as the file has them."""
-        return self.files[self.name][0].read(pinned, spans)
+    def floats(self, rows: slice, columns: slice, most: int) -> Iterator[Piece]:
+        (tensor,) = self.files[self.name]
+        for spans in self.split(rows, columns, most):
+            yield Piece(rows_in(spans), [tensor.part(spans)], self.made)
 
-    def read(self, device: torch.device, rows: slice, columns: slice = ALL) -> Tensor:
-        on_gpu = device.type == "cuda"
-        spans = [range(size)[taken] for size, taken in zip(self.shape, (rows, columns))]
-        values = self.values(spans, on_gpu)
-        if not on_gpu:
-            return self.in_pairs(values).float()
-        if self.head_dim is None:
-            return values.pin_memory()
-        # A GPU permutes them, since a CPU takes longer to do that than to read them
-        return self.in_pairs(values.to(device, non_blocking=True))
+    def made(self, tensors: list[Tensor]) -> Tensor:
+        (values,) = tensors
+        return self.in_pairs(values)
 
     def flaw(self, dtype: torch.dtype) -> str | None:
-        """What is wrong with its values, in the file or converted to dtype. Returns None if nothing
-        is."""
         for tensor in self.files[self.name]:
-            values = tensor.read()
+            (values,) = read([tensor])
             holds = None
             if not torch.isfinite(values).all():
                 holds = "NaN or inf"
@@ -325,43 +522,34 @@ class ShardedFloats(Floats):
         of_types = all(tensor.dtype in wanted.types for tensor in files)
         return of_types and self.axis(files) is not None
 
-    def values(self, spans: list[range], pinned: bool) -> Tensor:
+    def floats(self, rows: slice, columns: slice, most: int) -> Iterator[Piece]:
         files = self.files[self.name]
         axis = self.axis(files)
         size = files[0].shape[axis]
         if size == self.shape[axis]:
-            return files[0].read(pinned, spans)
-        read = []
-        for i, tensor in enumerate(files):
-            start = max(spans[axis].start - i * size, 0)
-            stop = min(spans[axis].stop - i * size, size)
-            if start < stop:
-                of_shard = [*spans[:axis], range(start, stop), *spans[axis + 1 :]]
-                read.append(tensor.read(spans=of_shard))
-        return torch.cat(read, axis) if len(read) > 1 else read[0]
+            files = files[:1]
+        for spans in self.split(rows, columns, most):
+            parts = []
+            for i, tensor in enumerate(files):
+                start = max(spans[axis].start - i * size, 0)
+                stop = min(spans[axis].stop - i * size, size)
+                if start < stop:
+                    of_shard = [*spans[:axis], range(start, stop), *spans[axis + 1 :]]
+                    parts.append(tensor.part(of_shard))
+            yield Piece(rows_in(spans), parts, partial(torch.cat, dim=axis))
 
 
 class QuantisedMatrix(SourceTensor):
-    """A matrix [N, K] that others have quantised, whose rows are read as Quantised."""
+    """A matrix, or a stack of them, that others have quantised."""
 
-    def quantised(
-        self, device: torch.device, rows: slice, columns: slice = ALL
-    ) -> Iterator[tuple[slice, Quantised]]:
-        """Yields a slice of the requested rows, and the requested columns of these rows."""
-        raise NotImplementedError
+    def floats(self, rows: slice, columns: slice, most: int) -> Iterator[Piece]:
+        for piece in self.quantised(rows, ALL, most):
+            yield piece._replace(make=partial(self.decoded, piece.make, columns))
 
-    def read(self, device: torch.device, rows: slice, columns: slice = ALL) -> Tensor:
-        N, K = self.shape
-        values = torch.empty(len(range(N)[rows]), K, device=device)
-        for some, quantised in self.quantised(device, rows):
-            values[some] = schemes.decoded(self.scheme, quantised)
-        return values[:, columns]
-
-    def write(
-        self, format: Format, out: Tensors, device: torch.device, rows: slice, columns: slice
-    ) -> None:
-        for some, quantised in self.quantised(device, rows, columns):
-            format.write(quantised, tuple(tensor[some] for tensor in out))
+    def decoded(
+        self, make: Callable[[list[Tensor]], Quantised], columns: slice, tensors: list[Tensor]
+    ) -> Tensor:
+        return schemes.decoded(self.scheme, make(tensors))[:, columns]
 
     @contextmanager
     def named_errors(self) -> Iterator[None]:
@@ -373,28 +561,22 @@ class QuantisedMatrix(SourceTensor):
 
 
 class GgufMatrix(QuantisedMatrix):
-    """A matrix in one of ggml's types, each row of which is a row of blocks."""
+    """A matrix or a stack in one of ggml's types, each row of which is a row of blocks."""
 
-    def quantised(
-        self, device: torch.device, rows: slice, columns: slice = ALL
-    ) -> Iterator[tuple[slice, Quantised]]:
-        N, K = self.shape
-        on_gpu = device.type == "cuda"
+    def quantised(self, rows: slice, columns: slice, most: int) -> Iterator[Piece]:
         in_bytes = lambda k: k // self.scheme.block * self.scheme.nbytes
-        span = range(K)[columns]
-        spans = [range(N)[rows], range(in_bytes(span.start), in_bytes(span.stop))]
+        *outer, K = self.shape
         (whole,) = self.files[self.name]
-        in_file = replace(whole, dtype=torch.uint8, shape=(N, in_bytes(K)))
-        raw = self.in_pairs(in_file.read(on_gpu, spans).to(device, non_blocking=True))
-        weights = schemes.AT_ONCE
-        if on_gpu:
-            weights *= 16
-        at_once = max(1, weights // K)
-        for first in range(0, len(raw), at_once):
-            some = slice(first, first + at_once)
-            with self.named_errors():
-                quantised = schemes.checked(schemes.from_blocks(self.scheme, raw[some]))
-            yield some, quantised
+        in_file = replace(whole, dtype=torch.uint8, shape=(*outer, in_bytes(K)))
+        for spans in self.split(rows, columns, most):
+            *some, span = spans
+            some.append(range(in_bytes(span.start), in_bytes(span.stop)))
+            yield Piece(rows_in(spans), [in_file.part(some)], self.made)
+
+    def made(self, tensors: list[Tensor]) -> Quantised:
+        (raw,) = tensors
+        with self.named_errors():
+            return schemes.checked(schemes.from_blocks(self.scheme, self.in_pairs(raw)))
 
 
 class SafetensorsMatrix(QuantisedMatrix):
@@ -409,51 +591,61 @@ class SafetensorsMatrix(QuantisedMatrix):
             yield f"{self.name} is {shape}, not a multiple of 8 rows and {group} columns"
         yield from super().problems()
 
-    def quantised(
-        self, device: torch.device, rows: slice, columns: slice = ALL
-    ) -> Iterator[tuple[slice, Quantised]]:
+    def quantised(self, rows: slice, columns: slice, most: int) -> Iterator[Piece]:
+        spans = self.spans(rows, columns)
+        files = [file for (file,) in self.files.values()]
+        yield Piece(rows_in(spans), files, partial(self.made, *spans))
+
+    def made(self, rows: range, columns: range, tensors: list[Tensor]) -> Quantised:
         K = self.shape[1]
-        span = range(K)[columns]
-        on_gpu = device.type == "cuda"
-        tensors = {}
-        for name, (tensor,) in self.files.items():
-            word = name.rpartition(".")[2]
-            tensors[word] = tensor.read(on_gpu).to(device, non_blocking=True)
+        taken = slice(rows.start, rows.stop)
 
         def cut(t: Tensor | None) -> Tensor | None:
             if t is None:
                 return None
-            return self.in_pairs(t[rows].contiguous())[:, columns_in(span, K, t.shape[1])]
+            return self.in_pairs(t[taken].contiguous())[:, columns_in(columns, K, t.shape[1])]
 
+        words = [name.rpartition(".")[2] for name in self.files]
         with self.named_errors():
-            whole = schemes.checked(self.scheme.read(tensors))
-        yield ALL, Quantised(*map(cut, whole))
+            whole = schemes.checked(self.scheme.read(dict(zip(words, tensors))))
+        return Quantised(*map(cut, whole))
 
 
 class SavedMatrix(SourceTensor):
-    """A matrix of the model, its parts joined, in the format in which `--save` wrote it."""
+    """A matrix of the model, its parts joined, or a stack, in the format in which `--save` wrote
+    it."""
 
     def write(
         self, format: Format, out: Tensors, device: torch.device, rows: slice, columns: slice
     ) -> None:
-        K = self.shape[1]
+        K = self.shape[-1]
         span = range(K)[columns]
         if not format.can_be_cut(K, len(span)):
             what = f"{self.name} was saved in {format.name}, where its {K} columns"
             parts = K // len(span)
             raise ValueError(f"{what} cannot be divided among {parts} processes: take the original")
-        for place, (tensor,) in zip(out, self.files.values(), strict=True):
-            spans = [range(tensor.shape[0])[rows]]
-            for M in tensor.shape[1:]:
-                spans.append(range(M)[columns_in(span, K, M)])
-            read = tensor.read(device.type == "cuda", spans)
-            place.copy_(read.view(place.shape), non_blocking=True)
+        for some, stored in in_order(self.stored(rows, columns, weights_at_once(device)), device):
+            for place, values in zip(out, stored, strict=True):
+                place[some].copy_(values.view(place[some].shape), non_blocking=True)
         try:
             format.check(out)
         except ValueError as error:
+            ((tensor,), *_) = self.files.values()
             raise ValueError(
                 f"{tensor.file}: {self.name} has {error}: save it again from the original"
             ) from None
+
+    def stored(self, rows: slice, columns: slice, most: int) -> Iterator[Piece]:
+        """The pieces of all that the format stores."""
+        *outer, K = self.shape
+        for spans in self.split(rows, columns, most):
+            *some, span = spans
+            parts = []
+            for (tensor,) in self.files.values():
+                in_row = tensor.shape[1:]  # none if it is written as a vector
+                taken = [range(M)[columns_in(span, K, M)] for M in in_row]
+                parts.append(replace(tensor, shape=(*outer, *in_row)).part([*some, *taken]))
+            yield Piece(rows_in(spans), parts, lambda tensors: tensors)
 
 
 def columns_in(columns: range | slice, K: int, M: int) -> slice:
