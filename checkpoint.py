@@ -13,6 +13,7 @@ Files without a place beside them lie in extra/.
     4   |  names.py      the tensors of such a model, and what each layout calls their parts
       names and shapes
     5   |  tensors.py    finds them in the files, reading only headers, and checks them
+        |  reading.py    reads some of their rows, several at a time and one batch ahead
         |  schemes.py    how other programs store the matrices that they have quantised
       a Checkpoint: the Config and its tensors
     6   |  hardware.py   chooses device, type and backend, and asks whether it all fits into memory
@@ -25,7 +26,7 @@ There are three kinds of tensors. A FileTensor says where in a file one lies. A 
 or several of these as the Loader sees them: a vector, a matrix, or a stack of the matrices of all
 experts. One or several of those become a ModelTensor. So w13 of layer 3 takes its rows in turn from
 the SourceTensors w1 and w3 (Loader.sources), which read them piece by piece, while the next pieces
-are on their way from the files (tensors.py), to where the Loader copies them (Loader.fill).
+are on their way from the files (reading.py), to where the Loader copies them (Loader.fill).
 
 Only a Source knows its layout. It gives the Loader tensors under names of our own, whatever has
 quantised them. files.py opens all files, since none is trusted. save.py goes the other way, and

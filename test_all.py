@@ -89,17 +89,17 @@ from dev import tune as tuner
 from dev.checkpoints import sentencepiece_metadata, write_gguf
 from extra import cli as cli_module
 from extra import config as config_module
-from extra import cpu, experts, hardware, hopper, int4, parallel, quants, schemes, sources
+from extra import cpu, experts, hardware, hopper, int4, parallel, quants, reading, schemes, sources
 from extra import gguf as ggml
-from extra import tensors as tensors_module
 from extra.hardware import check_memory, pick_dtype
 from extra.hub import local_checkpoint, pick_gguf
 from extra.int4 import INT4
 from extra.names import formats_of, layer_tensors, model_tensors, tensor_in, weight_bytes
 from extra.parallel import Ranks
+from extra.reading import read
 from extra.save import save
 from extra.speculation import Draft, Lookup, Pacer, Speculation
-from extra.tensors import ALL, read, tensors_of
+from extra.tensors import ALL, tensors_of
 from figures import plot
 from formats import Matrix
 from fp8 import E4M3, E4M3_NATIVE, E5M2
@@ -4085,7 +4085,7 @@ def test_tensors_are_read_piece_by_piece(copy, monkeypatch, family, layout):
     opened.config = opened.checkpoint.config
     whole = loaded(opened, form)
     monkeypatch.setattr(schemes, "AT_ONCE", 900)
-    monkeypatch.setattr(tensors_module, "TOGETHER", 9000)
+    monkeypatch.setattr(reading, "TOGETHER", 9000)
     pieces = loaded(opened, form)
     for t in model_tensors(opened.config):
         stored = [tensor_in(weights, t) for weights in (whole, pieces)]

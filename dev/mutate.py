@@ -239,7 +239,7 @@ MUTANTS = [
         "size_of_the_context",
     ),
     Mutant(
-        "extra/tensors.py",
+        "extra/reading.py",
         "if tensor.version != versions[tensor.file]:",
         "if False:",
         "that_change",
@@ -251,13 +251,13 @@ MUTANTS = [
         "families_equal and moe and torch",
     ),
     Mutant(
-        "extra/tensors.py",
+        "extra/reading.py",
         "most // (each * unit)) * unit",
         "most // each)",
         "piece_by_piece",
     ),
     Mutant(
-        "extra/tensors.py",
+        "extra/reading.py",
         "yield [range(i, i + 1), *piece]",
         "yield [range(1), *piece]",
         "gguf_models and mixtral",
@@ -269,7 +269,7 @@ MUTANTS = [
         "piece_by_piece",
     ),
     Mutant(
-        "extra/tensors.py",
+        "extra/reading.py",
         "start = end",
         "start += 1",
         "piece_by_piece",

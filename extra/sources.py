@@ -27,9 +27,9 @@ from extra.names import (
     model_parts,
     model_tensors,
 )
+from extra.reading import FileTensor, read, split
 from extra.tensors import (
     TYPES,
-    FileTensor,
     Floats,
     Found,
     GgufMatrix,
@@ -39,9 +39,7 @@ from extra.tensors import (
     SourceTensor,
     Stack,
     Wanted,
-    read,
     safetensors_header,
-    split,
     tensors_of,
 )
 from formats import Format

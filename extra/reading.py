@@ -1,0 +1,230 @@
+"""Reading tensors from files, in step 5 of loading (see checkpoint.py). A FileTensor says where one
+lies. Several are read together, by threads, into one buffer, which a GPU copies at once; and while
+they are converted, the next ones are being read (in_order)."""
+
+import io
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import Tensor
+
+from extra.files import open_regular, version_of
+
+CPU = torch.device("cpu")
+READ_BYTES = 1 << 20  # that a thread reads at a time
+# Threads that read. One alone copies from the page cache at a fraction of the memory bandwidth
+READERS = 4
+# Bytes that are read together, unless a single piece has more. For up to 32 MB, a CPU's allocator
+# keeps the memory, which is faster than to ask the system for new pages
+TOGETHER = 1 << 24
+ALIGNED = 64  # bytes at a multiple of which each tensor begins that is read
+SHORT_RUN = 64  # bytes; neighbouring elements that are fewer are not read by themselves
+
+# ---- tensors in files
+
+
+@cache
+def readers(process: int) -> ThreadPoolExecutor:
+    """The reading threads of a process, since a forked one has none of its parent's. They are
+    started once, as a model may be read in thousands of pieces."""
+    return ThreadPoolExecutor(READERS)
+
+
+@dataclass(frozen=True, eq=False)
+class FileTensor:
+    """A tensor in a file, or some spans of one: where its elements are."""
+
+    file: Path
+    name: str
+    dtype: torch.dtype | None  # None if no model here uses its type
+    shape: tuple[int, ...]
+    offset: int = 0  # of its first byte
+    version: tuple[int, ...] = ()  # of the file whose header was read, see files.version_of
+    # In elements, as torch counts them; None: rows follow one another without gaps
+    strides: tuple[int, ...] | None = None
+
+    def part(self, spans: Sequence[range]) -> "FileTensor":
+        """These spans of its dimensions."""
+        strides = self.strides or without_gaps(self.shape)
+        first = sum(span.start * stride for span, stride in zip(spans, strides))
+        shape = tuple(len(span) for span in spans)
+        offset = self.offset + first * self.dtype.itemsize
+        return replace(self, shape=shape, offset=offset, strides=strides)
+
+    def reads(self) -> tuple[int, list[int]]:
+        """What to read: how many bytes at a time, a run of neighbouring elements, and where in the
+        file each run begins. Instead of many short runs, this is one with all that lies between."""
+        apart = list(zip(self.shape, self.strides or without_gaps(self.shape)))
+        last = sum((size - 1) * stride for size, stride in apart)
+        length = 1
+        while apart and apart[-1][1] == length:
+            size, _ = apart.pop()
+            length *= size
+        if apart and length * self.dtype.itemsize < SHORT_RUN:
+            length = last + 1
+            apart = []
+        starts = [0]
+        for size, stride in apart:
+            starts = [start + i * stride for start in starts for i in range(size)]
+        of_bytes = self.dtype.itemsize
+        return length * of_bytes, [self.offset + start * of_bytes for start in starts]
+
+    def tensor(self, raw: Tensor) -> Tensor:
+        """The tensor in the bytes that have been read, uint8 at a multiple of ALIGNED."""
+        elements = raw.view(self.dtype)
+        _, starts = self.reads()
+        strides = without_gaps(self.shape)
+        if self.strides and len(starts) == 1:
+            strides = self.strides
+        return elements.as_strided(self.shape, strides, elements.storage_offset())
+
+
+def without_gaps(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor whose rows follow one another."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+# An open file, the memory to read into, and where these bytes begin in the file
+Job = tuple[io.FileIO, numpy.ndarray, int]
+
+
+def read(tensors: Sequence[FileTensor]) -> list[Tensor]:
+    """Read tensors to the CPU. Raises OSError."""
+    return Reading(tensors, CPU).tensors()
+
+
+class Reading:
+    """Tensors of any files that are being read together, so that no thread waits at the end of a
+    small one, and a GPU copies all of them at once."""
+
+    def __init__(self, of: Sequence[FileTensor], device: torch.device):
+        """Raises OSError."""
+        self.of = of
+        self.device = device
+        reads = [tensor.reads() for tensor in of]
+        self.sizes = [-(-length * len(starts) // ALIGNED) * ALIGNED for length, starts in reads]
+        self.raw = torch.empty(sum(self.sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.files = {file: open_regular(file) for file in dict.fromkeys(t.file for t in of)}
+        jobs: list[Job] = []
+        for tensor, (length, starts), raw in zip(of, reads, self.raw.split(self.sizes)):
+            memory = raw.numpy()
+            for i, start in enumerate(starts):
+                for at in range(0, length, READ_BYTES):
+                    to = memory[i * length + at : i * length + min(at + READ_BYTES, length)]
+                    jobs.append((self.files[tensor.file], to, start + at))
+        pool = readers(os.getpid())
+        self.threads = [pool.submit(_read, jobs[i::READERS]) for i in range(READERS)]
+
+    def tensors(self) -> list[Tensor]:
+        """Wait until all are read, and return them on the device. To a GPU they are copied while
+        others are read. Raises OSError."""
+        try:
+            for cut_short in [thread.result() for thread in self.threads]:
+                for f in cut_short:
+                    raise OSError(f"{f.name} was cut short while it was being read")
+            versions = {file: version_of(os.fstat(f.fileno())) for file, f in self.files.items()}
+        finally:
+            self.close()
+        for tensor in self.of:
+            if tensor.version != versions[tensor.file]:
+                raise OSError(f"{tensor.file} was replaced while it was being read: run it again")
+        on_device = self.raw.to(self.device, non_blocking=True)
+        return [t.tensor(raw) for t, raw in zip(self.of, on_device.split(self.sizes))]
+
+    def close(self) -> None:
+        """Close the files, when nobody reads them any more."""
+        wait(self.threads)
+        for f in self.files.values():
+            f.close()
+
+
+def _read(jobs: list[Job]) -> list[io.FileIO]:
+    """Read bytes of files. Returns the files that end before."""
+    return [file for file, to, at in jobs if os.preadv(file.fileno(), [to], at) < len(to)]
+
+
+# ---- pieces of tensors, one after the other
+
+
+class Piece(NamedTuple):
+    """Some rows of a tensor that are read and converted at once."""
+
+    rows: int
+    files: list[FileTensor]  # what is read
+    make: Callable[[list[Tensor]], Any]  # what becomes of that
+
+
+def in_order(pieces: Iterable[Piece], device: torch.device) -> Iterator[tuple[slice, Any]]:
+    """Yields the rows that a piece takes up, one piece below the other, and what it makes, while
+    the next ones are being read."""
+    start = 0
+    for together, reading in one_ahead(read_together(pieces), device):
+        tensors = iter(reading.tensors())
+        for piece in together:
+            end = start + piece.rows
+            yield slice(start, end), piece.make([*islice(tensors, len(piece.files))])
+            start = end
+
+
+def read_together(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Yields as many pieces as are read together."""
+    together = []
+    total = 0
+    for piece in pieces:
+        size = sum(math.prod(file.shape) * file.dtype.itemsize for file in piece.files)
+        if together and total + size > TOGETHER:
+            yield together
+            together = []
+            total = 0
+        together.append(piece)
+        total += size
+    if together:
+        yield together
+
+
+def one_ahead(
+    batches: Iterable[list[Piece]], device: torch.device
+) -> Iterator[tuple[list[Piece], Reading]]:
+    """Yields pieces that are being read together, when the reading of the next ones has begun."""
+    begun: list[tuple[list[Piece], Reading]] = []
+    try:
+        for together in batches:
+            files = [file for piece in together for file in piece.files]
+            begun.append((together, Reading(files, device)))
+            if len(begun) == 2:
+                yield begun.pop(0)
+        yield from begun
+    finally:  # after an error some may be left
+        for _, reading in begun:
+            reading.close()
+
+
+def split(spans: list[range], most: int, unit: int = 1) -> Iterator[list[range]]:
+    """Spans of a tensor's dimensions, cut into pieces of at most `most` elements, but of whole
+    columns and of whole `unit`s of rows: several matrices of a stack, or rows of one."""
+    outer, *inner = spans
+    each = max(1, math.prod(map(len, inner)))
+    if len(inner) == 2 and each > most:
+        for i in outer:
+            for piece in split(inner, most, unit):
+                yield [range(i, i + 1), *piece]
+        return
+    step = max(1, most // (each * unit)) * unit
+    for i in range(0, len(outer), step):
+        yield [outer[i : i + step], *inner]
+
+
+def rows_in(spans: list[range]) -> int:
+    """Rows of a matrix, or of all matrices of a stack; elements of a vector."""
+    if len(spans) == 1:
+        return len(spans[0])
+    return math.prod(map(len, spans[:-1]))
