@@ -141,10 +141,7 @@ def exit_code(work: Callable[..., int], args: argparse.Namespace) -> int:
     except Exception as error:
         code = 1
         if error := ranks.to_report(error):
-            if args.debug:
-                note(traceback.format_exc().rstrip())
-            else:
-                note(f"error: {error_line(error)}")
+            report(error, args.debug)
     try:
         sys.stdout.flush()
     except OSError:  # Python would try again when it exits, and report it a second time
@@ -172,6 +169,15 @@ def ending_cleanly() -> Iterator[None]:
     finally:
         for number in handled:
             signal.signal(number, signal.SIG_DFL)
+
+
+def report(error: Exception, debug: bool) -> None:
+    """Write the error that is being handled to stderr as one line or, with --debug, its
+    traceback."""
+    if debug:
+        note(traceback.format_exc().rstrip())
+    else:
+        note(f"error: {error_line(error)}")
 
 
 def error_line(error: Exception) -> str:
