@@ -28,7 +28,7 @@ from extra.cli import (
     DTYPE_NAMES,
     FORMAT_NAMES,
     Parser,
-    device_name_of,
+    add_device_flags,
     exit_code,
     import_torch,
     note,
@@ -56,15 +56,6 @@ SHAPES = {
     "Mixtral-8x7B": (4096, 32, 32, 8, 128, 14336, 32000),
 }
 EXPERTS = {"Qwen3-30B-A3B": (128, 8), "Mixtral-8x7B": (8, 2)}  # and how many a token goes through
-# Flags that may have several values, and the attributes that store these
-LISTS = {
-    "-m": "models",
-    "--dtype": "dtype",
-    "--format": "format",
-    "-p": "n_prompt",
-    "-n": "n_gen",
-    "-d": "depth",
-}
 
 
 class Test(NamedTuple):
@@ -99,33 +90,20 @@ def one_of(*allowed: str) -> Callable[[str], str]:
 def add_model_flags(parser: Parser) -> None:
     """The flags that choose a model, of bench.py and of the scripts in dev/."""
     add = parser.group("model")
-    add(
-        "-m",
-        "--model",
-        action="append",
-        dest="models",
-        default=[],
-        metavar="MODEL",
-        help=f"a checkpoint [models/tales], or random:SHAPE: {', '.join(SHAPES)}, tales, "
-        "SHAPE:LAYERS or a config.json; may be repeated, as may --dtype, --format, -p, "
-        "-n and -d, which also take lists with commas",
-    )
-    size = within(int, 1, 1 << 24)
-    add("-c", "--ctx-size", type=size, metavar="N", help="context size; with --perplexity [512]")
-    dtypes = several(one_of("auto", *DTYPE_NAMES))
-    help = f"auto, {', '.join(DTYPE_NAMES)}"
-    add("--dtype", type=dtypes, action="extend", default=["auto"], metavar="TYPE", help=help)
-    formats = several(one_of("none", *FORMAT_NAMES))
-    help = f"of the matrices: none, {', '.join(FORMAT_NAMES)}"
-    add("--format", type=formats, action="extend", default=["none"], metavar="FORMAT", help=help)
+    # fmt: off
+    add("-m", "--model", action="append", dest="models", default=[], metavar="MODEL",
+        help=f"a checkpoint [models/tales], or random:SHAPE: {', '.join(SHAPES)}, tales,"
+        " SHAPE:LAYERS or a config.json; may be repeated, as may --dtype, --format, -p, -n and -d,"
+        " which also take lists with commas")
+    add("-c", "--ctx-size", type=within(int, 1, 1 << 24), metavar="N",
+        help="context size; with --perplexity [512]")
+    add("--dtype", type=several(one_of("auto", *DTYPE_NAMES)), action="extend", default=["auto"],
+        metavar="TYPE", help=f"auto, {', '.join(DTYPE_NAMES)}")
+    add("--format", type=several(one_of("none", *FORMAT_NAMES)), action="extend", default=["none"],
+        metavar="FORMAT", help=f"of the matrices: none, {', '.join(FORMAT_NAMES)}")
     add("--kv-fp8", action="store_true", help="8-bit keys and values")
-    help = "sums of a prompt's products, as in run.py"
-    add("--accumulate", choices=["auto", "fp32", "fp16"], default="auto", help=help)
-    add("-dev", "--device", type=device_name_of, default="auto", help="cpu, cuda or cuda:N")
-    threads = within(int, 1, 4096)
-    add("-t", "--threads", type=threads, metavar="N", help="CPU threads [as in run.py]")
-    help = "auto: triton on a GPU, torch on a CPU"
-    add("--backend", choices=["auto", "torch", "triton"], default="auto", help=help)
+    # fmt: on
+    add_device_flags(parser)
 
 
 def counts_of(text: str) -> list[int]:
@@ -172,7 +150,7 @@ def add_output_flags(parser: Parser) -> None:
 def take_one(parser: Parser, args: argparse.Namespace, *flags: str) -> None:
     """Exit with an error if one of these flags was given several values."""
     for flag in flags:
-        if len(getattr(args, LISTS[flag])) > 1:
+        if len(getattr(args, parser.stored_as(flag))) > 1:
             parser.error(f"{parser.modes[args.mode]} takes one {flag}")
 
 

@@ -61,7 +61,7 @@ HEALTH = ("/health", "/v1/health")
 # Seconds between two parts of a stream. Each part takes 0.3 ms of the model's time, or more where
 # the other process has no core of its own
 PAUSE = 1 / 20
-STREAM = {
+STREAM_HEADERS = {
     "Content-Type": "text/event-stream",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # in proxies
@@ -230,13 +230,25 @@ class Frontend:
         self.debug = args.debug
         self.queue_limit = args.queue
         self.waiting: list[Client] = []  # in order of arrival; the first one's text is generated
-        origins = dict(allow_origins=args.cors, allow_origin_regex=LOCAL, allow_headers=["*"])
-        origins |= dict(allow_methods=["GET", "POST"], allow_private_network=True)
-        middleware = [Middleware(AllowedOrigins, **origins)]
+        cors = Middleware(
+            AllowedOrigins,
+            allow_origins=args.cors,
+            allow_origin_regex=LOCAL,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            allow_private_network=True,
+        )
+        middleware = [cors]
         if args.api_key:
-            middleware.append(Middleware(guarded, key=args.api_key))
-        about = {"id": model, "object": "model", "created": 0, "owned_by": "fused-llama"}
-        about |= {"context_length": size, "max_model_len": size}
+            middleware.append(Middleware(require_key, key=args.api_key))
+        about = {
+            "id": model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "fused-llama",
+            "context_length": size,
+            "max_model_len": size,
+        }
         models = JSONResponse({"object": "list", "data": [about]})
         routes = [
             Route("/health", JSONResponse({"status": "ok"}), methods=["GET"]),
@@ -258,9 +270,18 @@ class Frontend:
         logging.getLogger("uvicorn.error").disabled = True  # of what clients do wrong
         logging.getLogger("uvicorn.access").addHandler(logging.StreamHandler())
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
-        options = dict(http="h11", ws="none", lifespan="off", proxy_headers=False, log_config=None)
-        options |= dict(server_header=False, timeout_keep_alive=75, access_log=access_log)
-        await uvicorn.Server(uvicorn.Config(self.app, **options)).serve([listener])
+        config = uvicorn.Config(
+            self.app,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=75,
+            log_config=None,
+            access_log=access_log,
+        )
+        await uvicorn.Server(config).serve([listener])
 
     def receive(self) -> None:
         """Take a part of an answer from the process that generates, with which this one ends."""
@@ -290,7 +311,7 @@ class Frontend:
         if first is None:
             return Response()
         if client.request.stream and first.status == 200:
-            response = StreamingResponse(bodies(first, client.parts), headers=STREAM)
+            response = StreamingResponse(bodies(first, client.parts), headers=STREAM_HEADERS)
             # without starlette's own watch, whose group of tasks takes half a millisecond to begin
             return lambda scope, receive, send: response.stream_response(send)
         return Response(first.body, first.status, media_type="application/json")
@@ -334,8 +355,8 @@ class AllowedOrigins(CORSMiddleware):
         await response(scope, receive, send)
 
 
-def guarded(app: ASGIApp, key: str) -> ASGIApp:
-    """GenerationRequest for the key, but for the server's health."""
+def require_key(app: ASGIApp, key: str) -> ASGIApp:
+    """Answer only requests with the key, except for the server's health."""
     wanted = f"Bearer {key}".encode()
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
@@ -443,7 +464,7 @@ def main(argv: list[str] | None = None) -> int:
             cli.note(f"error: {cli.error_line(error)}")
             return 1
     cli.import_torch()
-    cli.choose_interpreter(args)
+    cli.set_environment(args)
     return cli.exit_code(partial(work, link), args)
 
 

@@ -27,7 +27,6 @@ from model import Llama, State, Timings, generate, sample_next
 from sampling import Sampling
 from tokenizer import Prompt, TextStream, Tokenizer
 
-SEEDS = 1 << 63
 SCORED_AT_ONCE = 1 << 22  # logits
 
 Message = dict[str, str]  # its "role" and its "content"
@@ -559,7 +558,8 @@ class Conversation:
         self.session.end()
         if not self.turns:
             raise ValueError("there is no answer yet")
-        self.sampling = replace(self.sampling, seed=(self.sampling.seed + 1) % SEEDS)
+        seed = (self.sampling.seed + 1) % (SETTINGS["seed"].high + 1)
+        self.sampling = replace(self.sampling, seed=seed)
         *turns, message, _ = self.turns
         return self._answer(message["content"], turns, options)
 

@@ -365,8 +365,8 @@ MUTANTS = [
     ),
     Mutant(
         "session.py",
-        "(self.sampling.seed + 1) % SEEDS",
-        "(self.sampling.seed + 2) % SEEDS",
+        "(self.sampling.seed + 1) %",
+        "(self.sampling.seed + 2) %",
         "chat_in_any",
     ),
     Mutant(

@@ -47,8 +47,7 @@ def error_body(error: HTTPException) -> dict:
 
 # ---- requests
 
-# Fields that would change the text in ways that do not exist here, and the values that they may
-# have, since these say nothing
+# Fields that are not supported, with their values that change nothing, which are accepted
 UNSUPPORTED = dict(
     n=[1], best_of=[1], presence_penalty=[0], frequency_penalty=[0], logit_bias=[{}, []], tools=[[]],
     tool_choice=["none", "auto"], functions=[[]], function_call=["none", "auto"],
