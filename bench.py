@@ -176,11 +176,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__, {"speed": "tokens per second", "perplexity": "--perplexity"})
     add = parser.group("perplexity")
     add("--perplexity", metavar="FILE", help="perplexity of a text, not tokens per second")
-    size = within(int, 1, 1 << 24)
-    help = "step between windows [the window: -c]"
-    add("--stride", type=size, metavar="N", only="perplexity", help=help)
-    help = "compare with the unquantised model in this dtype"
-    add("--against", choices=DTYPE_NAMES, only="perplexity", help=help)
+    # fmt: off
+    add("--stride", type=within(int, 1, 1 << 24), metavar="N", only="perplexity",
+        help="step between windows [the window: -c]")
+    add("--against", choices=DTYPE_NAMES, only="perplexity",
+        help="compare with the unquantised model in this dtype")
+    # fmt: on
     add_model_flags(parser)
     add_test_flags(parser, "speed")
     add_output_flags(parser)
@@ -191,9 +192,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse(argv, mode_of)
     if args.perplexity:
         take_one(parser, args, "-m", "--dtype", "--format")
-        window = args.ctx_size or 512
-        if args.stride and args.stride > window:
-            parser.error(f"--stride {args.stride} skips text between windows of {window}")
+        args.ctx_size = args.ctx_size or 512
+        args.stride = args.stride or args.ctx_size
+        if args.stride > args.ctx_size:
+            parser.error(f"--stride {args.stride} skips text between windows of {args.ctx_size}")
     args.tests = tests_of(parser, args)
     find_models(parser, args)
     return args
@@ -734,7 +736,7 @@ def run_perplexity(args: argparse.Namespace) -> None:
         text = text_of(f, args.perplexity, 1 << 30)
     if args.model.startswith("random:"):
         raise ValueError("a text needs a checkpoint with a tokenizer, not random weights")
-    model = open_checkpoint(args, args.dtype[0], args.ctx_size or 512, args.format[0])
+    model = open_checkpoint(args, args.dtype[0], args.ctx_size, args.format[0])
     tokenizer = Tokenizer(model.checkpoint.folder, model.config.vocab_size, model.config.bos_id)
     ids = tokenizer.encode(text, bos=False)
     if len(ids) < 2:
@@ -748,12 +750,11 @@ def run_perplexity(args: argparse.Namespace) -> None:
                 f"--against needs the original: {model.checkpoint.folder} holds {name} matrices"
             )
         plain = argparse.Namespace(**vars(args) | {"kv_fp8": False, "accumulate": "fp32"})
-        against = open_checkpoint(plain, args.against, model.ctx_size, "none")
-    stride = args.stride or model.ctx_size
+        against = open_checkpoint(plain, args.against, args.ctx_size, "none")
     parts = []
     total, done = 0.0, 0
     with tqdm(total=len(ids), unit=" tokens", disable=None, leave=False) as bar:
-        for part in perplexity(model, ids, tokenizer.bos, model.ctx_size, stride, against):
+        for part in perplexity(model, ids, tokenizer.bos, args.ctx_size, args.stride, against):
             parts.append(part)
             total += part["loss"].sum().item()
             done += len(part["loss"])
@@ -765,8 +766,8 @@ def run_perplexity(args: argparse.Namespace) -> None:
         "format": format_of(model),
         "kv fp8": args.kv_fp8,
         "against": args.against,
-        "ctx": model.ctx_size,
-        "stride": stride,
+        "ctx": args.ctx_size,
+        "stride": args.stride,
     }
     show([row | quality(parts, len(text.encode()))], args.output)
 
