@@ -214,7 +214,7 @@ class Client:
     def __init__(self, request: GenerationRequest):
         self.request = request
         self.parts: asyncio.Queue[Part | None] = asyncio.Queue()  # None: the client has gone
-        self.watching: asyncio.Task | None = None
+        self.watching: asyncio.Task | None = None  # asyncio's own references are weak
 
 
 class Frontend:

@@ -438,6 +438,19 @@ MUTANTS = [
         "without_a_template",
     ),
     Mutant(
+        "serve.py",
+        "        session.state.truncate(0)  # what is in it may be wrong\n",
+        "",
+        "goes_on_after",
+    ),
+    Mutant("serve.py", "    except ConnectionError:", "    except OSError:", "goes_on_after"),
+    Mutant(
+        "serve.py",
+        "if origin is None or self.is_allowed_origin(origin):",
+        "if True:",
+        "serve_origins",
+    ),
+    Mutant(
         "extra/cli.py", "if not low <= value <= high:", "if not low <= value < high:", "flags_at"
     ),
 ]
