@@ -28,7 +28,7 @@ from extra.cli import (
     DTYPE_NAMES,
     FORMAT_NAMES,
     Parser,
-    device_name_of,
+    add_device_flags,
     exit_code,
     import_torch,
     note,
@@ -56,15 +56,6 @@ SHAPES = {
     "Mixtral-8x7B": (4096, 32, 32, 8, 128, 14336, 32000),
 }
 EXPERTS = {"Qwen3-30B-A3B": (128, 8), "Mixtral-8x7B": (8, 2)}  # and how many a token goes through
-# Flags that may have several values, and the attributes that store these
-LISTS = {
-    "-m": "models",
-    "--dtype": "dtype",
-    "--format": "format",
-    "-p": "n_prompt",
-    "-n": "n_gen",
-    "-d": "depth",
-}
 
 
 class Test(NamedTuple):
@@ -99,33 +90,20 @@ def one_of(*allowed: str) -> Callable[[str], str]:
 def add_model_flags(parser: Parser) -> None:
     """The flags that choose a model, of bench.py and of the scripts in dev/."""
     add = parser.group("model")
-    add(
-        "-m",
-        "--model",
-        action="append",
-        dest="models",
-        default=[],
-        metavar="MODEL",
-        help=f"a checkpoint [models/tales], or random:SHAPE: {', '.join(SHAPES)}, tales, "
-        "SHAPE:LAYERS or a config.json; may be repeated, as may --dtype, --format, -p, "
-        "-n and -d, which also take lists with commas",
-    )
-    size = within(int, 1, 1 << 24)
-    add("-c", "--ctx-size", type=size, metavar="N", help="context size; with --perplexity [512]")
-    dtypes = several(one_of("auto", *DTYPE_NAMES))
-    help = f"auto, {', '.join(DTYPE_NAMES)}"
-    add("--dtype", type=dtypes, action="extend", default=["auto"], metavar="TYPE", help=help)
-    formats = several(one_of("none", *FORMAT_NAMES))
-    help = f"of the matrices: none, {', '.join(FORMAT_NAMES)}"
-    add("--format", type=formats, action="extend", default=["none"], metavar="FORMAT", help=help)
+    # fmt: off
+    add("-m", "--model", action="append", dest="models", default=[], metavar="MODEL",
+        help=f"a checkpoint [models/tales], or random:SHAPE: {', '.join(SHAPES)}, tales,"
+        " SHAPE:LAYERS or a config.json; may be repeated, as may --dtype, --format, -p, -n and -d,"
+        " which also take lists with commas")
+    add("-c", "--ctx-size", type=within(int, 1, 1 << 24), metavar="N",
+        help="context size; with --perplexity [512]")
+    add("--dtype", type=several(one_of("auto", *DTYPE_NAMES)), action="extend", default=["auto"],
+        metavar="TYPE", help=f"auto, {', '.join(DTYPE_NAMES)}")
+    add("--format", type=several(one_of("none", *FORMAT_NAMES)), action="extend", default=["none"],
+        metavar="FORMAT", help=f"of the matrices: none, {', '.join(FORMAT_NAMES)}")
     add("--kv-fp8", action="store_true", help="8-bit keys and values")
-    help = "sums of a prompt's products, as in run.py"
-    add("--accumulate", choices=["auto", "fp32", "fp16"], default="auto", help=help)
-    add("-dev", "--device", type=device_name_of, default="auto", help="cpu, cuda or cuda:N")
-    threads = within(int, 1, 4096)
-    add("-t", "--threads", type=threads, metavar="N", help="CPU threads [as in run.py]")
-    help = "auto: triton on a GPU, torch on a CPU"
-    add("--backend", choices=["auto", "torch", "triton"], default="auto", help=help)
+    # fmt: on
+    add_device_flags(parser)
 
 
 def counts_of(text: str) -> list[int]:
@@ -172,7 +150,7 @@ def add_output_flags(parser: Parser) -> None:
 def take_one(parser: Parser, args: argparse.Namespace, *flags: str) -> None:
     """Exit with an error if one of these flags was given several values."""
     for flag in flags:
-        if len(getattr(args, LISTS[flag])) > 1:
+        if len(getattr(args, parser.stored_as(flag))) > 1:
             parser.error(f"{parser.modes[args.mode]} takes one {flag}")
 
 
@@ -198,11 +176,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__, {"speed": "tokens per second", "perplexity": "--perplexity"})
     add = parser.group("perplexity")
     add("--perplexity", metavar="FILE", help="perplexity of a text, not tokens per second")
-    size = within(int, 1, 1 << 24)
-    help = "step between windows [the window: -c]"
-    add("--stride", type=size, metavar="N", only="perplexity", help=help)
-    help = "compare with the unquantised model in this dtype"
-    add("--against", choices=DTYPE_NAMES, only="perplexity", help=help)
+    # fmt: off
+    add("--stride", type=within(int, 1, 1 << 24), metavar="N", only="perplexity",
+        help="step between windows [the window: -c]")
+    add("--against", choices=DTYPE_NAMES, only="perplexity",
+        help="compare with the unquantised model in this dtype")
+    # fmt: on
     add_model_flags(parser)
     add_test_flags(parser, "speed")
     add_output_flags(parser)
@@ -213,9 +192,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse(argv, mode_of)
     if args.perplexity:
         take_one(parser, args, "-m", "--dtype", "--format")
-        window = args.ctx_size or 512
-        if args.stride and args.stride > window:
-            parser.error(f"--stride {args.stride} skips text between windows of {window}")
+        args.ctx_size = args.ctx_size or 512
+        args.stride = args.stride or args.ctx_size
+        if args.stride > args.ctx_size:
+            parser.error(f"--stride {args.stride} skips text between windows of {args.ctx_size}")
     args.tests = tests_of(parser, args)
     find_models(parser, args)
     return args
@@ -756,7 +736,7 @@ def run_perplexity(args: argparse.Namespace) -> None:
         text = text_of(f, args.perplexity, 1 << 30)
     if args.model.startswith("random:"):
         raise ValueError("a text needs a checkpoint with a tokenizer, not random weights")
-    model = open_checkpoint(args, args.dtype[0], args.ctx_size or 512, args.format[0])
+    model = open_checkpoint(args, args.dtype[0], args.ctx_size, args.format[0])
     tokenizer = Tokenizer(model.checkpoint.folder, model.config.vocab_size, model.config.bos_id)
     ids = tokenizer.encode(text, bos=False)
     if len(ids) < 2:
@@ -770,12 +750,11 @@ def run_perplexity(args: argparse.Namespace) -> None:
                 f"--against needs the original: {model.checkpoint.folder} holds {name} matrices"
             )
         plain = argparse.Namespace(**vars(args) | {"kv_fp8": False, "accumulate": "fp32"})
-        against = open_checkpoint(plain, args.against, model.ctx_size, "none")
-    stride = args.stride or model.ctx_size
+        against = open_checkpoint(plain, args.against, args.ctx_size, "none")
     parts = []
     total, done = 0.0, 0
     with tqdm(total=len(ids), unit=" tokens", disable=None, leave=False) as bar:
-        for part in perplexity(model, ids, tokenizer.bos, model.ctx_size, stride, against):
+        for part in perplexity(model, ids, tokenizer.bos, args.ctx_size, args.stride, against):
             parts.append(part)
             total += part["loss"].sum().item()
             done += len(part["loss"])
@@ -787,8 +766,8 @@ def run_perplexity(args: argparse.Namespace) -> None:
         "format": format_of(model),
         "kv fp8": args.kv_fp8,
         "against": args.against,
-        "ctx": model.ctx_size,
-        "stride": stride,
+        "ctx": args.ctx_size,
+        "stride": args.stride,
     }
     show([row | quality(parts, len(text.encode()))], args.output)
 

@@ -126,8 +126,8 @@ class Output:
             self._bar.close()
 
     def write(self, generation: Generation, prompt: str, first: str = "") -> None:
-        """Generate a text and show it; `first` comes before it, and `prompt` into the object. Ctrl-C
-        ends the text early, and its ended_by says so."""
+        """Generate a text and show it. first: what is written before it; prompt: what the JSON object
+        has as its prompt. Ctrl-C ends the text early, and its ended_by says so."""
         printer = Printer(first)
         hidden = self.quiet or None  # None: if stderr is no terminal
         self._bar = tqdm(desc="prompt", unit=" tokens", delay=2, leave=False, disable=hidden)

@@ -9,7 +9,6 @@ if __name__ == "__main__":  # the imports take time, and Ctrl-C needs no traceba
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
-import dataclasses
 import os
 import random
 import re
@@ -24,13 +23,13 @@ from extra.cli import (
     add_model_flags,
     add_proposal_flags,
     add_template_flag,
-    choose_interpreter,
     ending_cleanly,
     exit_code,
     import_torch,
     model_contradiction,
     note,
     read_input,
+    set_environment,
     settle_model,
     use_safe_streams,
     within,
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
 
 # ---- the command line
 
+# See mode_of, and what messages call each mode
 MODES = {"text": "a prompt", "bare": "no prompt", "chat": "--chat", "save": "--save"}
 
 
@@ -183,8 +183,6 @@ def work(args: argparse.Namespace, ranks: Ranks) -> int:
     from chat import Output
     from extra.hardware import pick_device
 
-    if args.quiet:
-        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # read when huggingface_hub is imported
     if args.mode == "save":
         if ranks.rank == 0:  # one process does it
             save(args)
@@ -199,7 +197,6 @@ def work(args: argparse.Namespace, ranks: Ranks) -> int:
     if args.system_file is not None:
         args.system = ranks.broadcast(lambda: read_input(args.system_file))
     session = open_session(args, ranks)
-    session.sampling = dataclasses.replace(session.sampling, **sampling_flags(args))
     output = Output(session, args.output == "jsonl", args.quiet)
     output.note(summary(args, session))
     has_template = session.tokenizer.chat_template != TEMPLATES["plain"]
@@ -256,8 +253,9 @@ def open_session(args: argparse.Namespace, ranks: Ranks) -> Session:
 
 
 def sampling_flags(args: argparse.Namespace) -> dict[str, float]:
-    """The settings that flags give, or that are not the checkpoint's to give."""
-    flags = vars(args)  # serve.py has no such flags: each request says how it samples
+    """The sampler's settings that flags give. serve.py has no such flags, since each request says
+    how it samples."""
+    flags = vars(args)
     return {name: flags[name] for name in SETTINGS if flags.get(name) is not None}
 
 
@@ -383,7 +381,7 @@ def closing(session: Session) -> str:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     import_torch()
-    choose_interpreter(args)
+    set_environment(args)
     return exit_code(work, args)
 
 

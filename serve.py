@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import uvicorn
 from pydantic_core import to_json
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -38,21 +39,33 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from extra import cli
 from extra.hub import local_checkpoint
-from extra.openai import Ask, ChatAsk, Form, Refused, TextAsk, error_body, event, read_ask
+from extra.openai import (
+    APIError,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    ResponseBody,
+    error_body,
+    event,
+    parse_request,
+)
 from run import open_session
 
 if TYPE_CHECKING:  # they import torch, which takes seconds
     from extra.parallel import Ranks
-    from session import Session
+    from session import Generation, Session
 
 BODY_BYTES = 8 << 20
-LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"  # origins that may always ask
+LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"  # origins that are always allowed
 HEALTH = ("/health", "/v1/health")
 # Seconds between two parts of a stream. Each part takes 0.3 ms of the model's time, or more where
 # the other process has no core of its own
 PAUSE = 1 / 20
-STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-STREAM["X-Accel-Buffering"] = "no"  # in proxies
+STREAM_HEADERS = {
+    "Content-Type": "text/event-stream",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # in proxies
+}
 
 
 # ---- the command line
@@ -98,17 +111,17 @@ class Part(NamedTuple):
 
 
 class Link:
-    """What the process that generates has of the other: requests, one at a time, each of which it
-    answers, and the word that the client has gone."""
+    """The connection of the process that generates to the one that talks with clients: requests
+    come in one at a time, parts of each answer go out."""
 
     def __init__(self, pipe: Connection | None = None, gone: mmap.mmap | bytes = b"\0"):
         """pipe: None on all ranks but the first, which alone has clients. gone: a byte that both
-        processes share; it is not 0 if the client has gone."""
+        processes share, and which is not 0 if the client has gone."""
         self.pipe = pipe
         self.gone = gone
         self.begun = False  # a part of the answer has been sent
 
-    def receive(self) -> Ask:
+    def receive(self) -> GenerationRequest:
         self.begun = False
         return self.pipe.recv()
 
@@ -117,85 +130,96 @@ class Link:
         if self.pipe:
             self.pipe.send(part)
 
+    def send_error(self, error: APIError) -> None:
+        """Send an error as the whole answer or, in a stream that has begun, as the last event."""
+        body = error_body(error)
+        body = event(body) if self.begun else to_json(body)
+        self.send(Part(body, error.status_code))
+
 
 class ClientGone(Exception):
     """The client has gone."""
 
 
-def write_next(session: Session, model: str, link: Link) -> None:
+def write_next(session: Session, model: str, link: Link, debug: bool = False) -> None:
     """Wait for a request, and generate its text, on all ranks together. model: its name."""
-    from model import ContextFull
-
     ranks = session.ranks
-    ask = ranks.broadcast(link.receive)
+    request = ranks.broadcast(link.receive)
     try:
-        write(session, ask, Form(ask, model, session), link)
-        return
+        write(session, request, ResponseBody(request, model, session), link)
     except ClientGone:
         link.send(Part(b""))
-        return
-    except ContextFull as error:
-        refusal = Refused(str(error), code="context_length_exceeded")
-    except ValueError as error:
-        refusal = Refused(str(error))
-    except OSError:  # the other process has ended
+    except APIError as error:
+        link.send_error(error)
+    except ConnectionError:  # the other process has ended
         raise
     except Exception as error:
         if ranks.size > 1:  # the others may wait for this one
             raise
         session.state.truncate(0)  # what is in it may be wrong
-        refusal = failure(error)
-    body = error_body(refusal)
-    body = event(body) if link.begun else to_json(body)
-    link.send(Part(body, refusal.status_code))
+        link.send_error(failure(error, debug))
 
 
-def write(session: Session, ask: Ask, form: Form, link: Link) -> None:
+def write(session: Session, request: GenerationRequest, body: ResponseBody, link: Link) -> None:
     def stop_if_gone(*_) -> None:
         if session.ranks.agree(link.gone[0] != 0):
             raise ClientGone
 
-    begin = form.begin()
+    begin = body.begin()
     pieces = []
     sent = 0.0  # when
-    with closing(ask.begin(session, progress=stop_if_gone)) as text:
+    with closing(generation_of(request, session, progress=stop_if_gone)) as text:
         for piece in text:
             if piece.text or piece.logprobs:
                 pieces.append(piece)
             now = time.perf_counter()
-            if ask.stream and pieces and now > sent + PAUSE:
-                link.send(Part(begin + form.pieces(pieces), last=False))
+            if request.stream and pieces and now > sent + PAUSE:
+                link.send(Part(begin + body.pieces(pieces), last=False))
                 begin = b""
                 pieces = []
                 sent = now
             stop_if_gone()
-    if ask.stream:
-        link.send(Part(begin + form.pieces(pieces) + form.end(text)))
+    if request.stream:
+        link.send(Part(begin + body.pieces(pieces) + body.end(text)))
     else:
-        link.send(Part(to_json(form.whole(text))))
+        link.send(Part(body.whole(text)))
 
 
-def failure(error: Exception) -> Refused:
-    """What the client is told of an error that is not the client's, and so is stderr."""
-    line = cli.error_line(error)
-    cli.note(f"error: {line}")
-    return Refused(line, 500, "failed")
+def generation_of(request: GenerationRequest, session: Session, **options) -> Generation:
+    """The text that is asked for, of which nothing is evaluated yet: what fails later is not the
+    client's fault. Raises APIError if its prompt does not fit into the context, or if the tokenizer
+    or the chat template refuses it."""
+    from model import ContextFull
+
+    try:
+        return request.begin(session, **options)
+    except ContextFull as error:
+        raise APIError(str(error), code="context_length_exceeded") from None
+    except ValueError as error:
+        raise APIError(str(error)) from None
+
+
+def failure(error: Exception, debug: bool) -> APIError:
+    """Report an error that is not the client's on stderr. Returns what the client is told."""
+    cli.report(error, debug)
+    return APIError(cli.error_line(error), 500, "failed")
 
 
 # ---- the process that talks with clients
 
 
 class Client:
-    """A request, and what is still to be sent to the one who asks."""
+    """A request for a text, and what is still to be sent of the answer."""
 
-    def __init__(self, ask: Ask):
-        self.ask = ask
+    def __init__(self, request: GenerationRequest):
+        self.request = request
         self.parts: asyncio.Queue[Part | None] = asyncio.Queue()  # None: the client has gone
-        self.watching: asyncio.Task | None = None
+        self.watching: asyncio.Task | None = None  # asyncio's own references are weak
 
 
-class Front:
-    """What is answered at each path: to all but requests for a text always the same."""
+class Frontend:
+    """The HTTP application. Requests for a text wait in it for their turn; what is answered at other
+    paths never changes."""
 
     def __init__(
         self, args: argparse.Namespace, pipe: Connection, gone: mmap.mmap, model: str, size: int
@@ -203,27 +227,42 @@ class Front:
         """pipe and gone: see Link. model: its name; size: of its context."""
         self.pipe = pipe
         self.gone = gone
-        self.most = args.queue
+        self.debug = args.debug
+        self.queue_limit = args.queue
         self.waiting: list[Client] = []  # in order of arrival; the first one's text is generated
-        origins = dict(allow_origins=args.cors, allow_origin_regex=LOCAL, allow_headers=["*"])
-        origins |= dict(allow_methods=["GET", "POST"], allow_private_network=True)
-        middleware = [Middleware(CORSMiddleware, **origins)]
+        cors = Middleware(
+            AllowedOrigins,
+            allow_origins=args.cors,
+            allow_origin_regex=LOCAL,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            allow_private_network=True,
+        )
+        middleware = [cors]
         if args.api_key:
-            middleware.append(Middleware(guarded, key=args.api_key))
-        about = {"id": model, "object": "model", "created": 0, "owned_by": "fused-llama"}
-        about |= {"context_length": size, "max_model_len": size}
+            middleware.append(Middleware(require_key, key=args.api_key))
+        about = {
+            "id": model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "fused-llama",
+            "context_length": size,
+            "max_model_len": size,
+        }
         models = JSONResponse({"object": "list", "data": [about]})
         routes = [
             Route("/health", JSONResponse({"status": "ok"}), methods=["GET"]),
             Route("/models", models, methods=["GET"]),
             Route("/models/{name:path}", JSONResponse(about), methods=["GET"]),
-            Route("/chat/completions", partial(self.text, ChatAsk), methods=["POST"]),
-            Route("/completions", partial(self.text, TextAsk), methods=["POST"]),
+            Route(
+                "/chat/completions", partial(self.generate, ChatCompletionRequest), methods=["POST"]
+            ),
+            Route("/completions", partial(self.generate, CompletionRequest), methods=["POST"]),
         ]
         self.app = Starlette(
             routes=[Mount("/v1", routes=routes), *routes],
             middleware=middleware,
-            exception_handlers={HTTPException: refused, Exception: refused},
+            exception_handlers={HTTPException: error_response, Exception: self.failed},
         )
 
     async def run(self, listener: socket.socket, access_log: bool) -> None:
@@ -231,9 +270,18 @@ class Front:
         logging.getLogger("uvicorn.error").disabled = True  # of what clients do wrong
         logging.getLogger("uvicorn.access").addHandler(logging.StreamHandler())
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
-        options = dict(http="h11", ws="none", lifespan="off", proxy_headers=False, log_config=None)
-        options |= dict(server_header=False, timeout_keep_alive=75, access_log=access_log)
-        await uvicorn.Server(uvicorn.Config(self.app, **options)).serve([listener])
+        config = uvicorn.Config(
+            self.app,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=75,
+            log_config=None,
+            access_log=access_log,
+        )
+        await uvicorn.Server(config).serve([listener])
 
     def receive(self) -> None:
         """Take a part of an answer from the process that generates, with which this one ends."""
@@ -246,37 +294,40 @@ class Front:
             del self.waiting[0]
             self.gone[0] = 0
             if self.waiting:
-                self.pipe.send(self.waiting[0].ask)
+                self.pipe.send(self.waiting[0].request)
 
-    async def text(self, kind: type[Ask], request: Request) -> ASGIApp:
+    async def generate(self, kind: type[GenerationRequest], received: Request) -> ASGIApp:
         try:
-            client = Client(read_ask(await body_of(request), kind))
+            client = Client(parse_request(await body_of(received), kind))
         except ClientDisconnect:
             return Response()  # nobody reads it
-        if len(self.waiting) > self.most:
-            raise Refused(f"{self.most} requests wait already", 503, "queue_full")
+        if len(self.waiting) > self.queue_limit:
+            raise APIError(f"{self.queue_limit} requests wait already", 503, "queue_full")
         self.waiting.append(client)
         if client is self.waiting[0]:
-            self.pipe.send(client.ask)
-        client.watching = asyncio.create_task(self.watch(client, request))
+            self.pipe.send(client.request)
+        client.watching = asyncio.create_task(self.watch(client, received))
         first = await client.parts.get()
         if first is None:
             return Response()
-        if client.ask.stream and first.status == 200:
-            response = StreamingResponse(bodies(first, client.parts), headers=STREAM)
+        if client.request.stream and first.status == 200:
+            response = StreamingResponse(bodies(first, client.parts), headers=STREAM_HEADERS)
             # without starlette's own watch, whose group of tasks takes half a millisecond to begin
             return lambda scope, receive, send: response.stream_response(send)
         return Response(first.body, first.status, media_type="application/json")
 
-    async def watch(self, client: Client, request: Request) -> None:
+    async def watch(self, client: Client, received: Request) -> None:
         """Wait until a client has its answer or has gone."""
-        while (await request.receive())["type"] != "http.disconnect":
+        while (await received.receive())["type"] != "http.disconnect":
             pass
         client.parts.put_nowait(None)
         if client in self.waiting[1:]:
             self.waiting.remove(client)
         elif client in self.waiting:
             self.gone[0] = 1
+
+    async def failed(self, received: Request, error: Exception) -> Response:
+        return await error_response(received, failure(error, self.debug))
 
 
 async def bodies(part: Part | None, parts: asyncio.Queue[Part | None]) -> AsyncIterator[bytes]:
@@ -288,24 +339,40 @@ async def bodies(part: Part | None, parts: asyncio.Queue[Part | None]) -> AsyncI
         yield part.body
 
 
-def guarded(app: ASGIApp, key: str) -> ASGIApp:
-    """Ask for the key, but for the server's health."""
+class AllowedOrigins(CORSMiddleware):
+    """Answers no web page of a foreign origin. CORS by itself only keeps a page from reading an
+    answer: a POST of plain text, which needs no preflight, would still have a text generated."""
+
+    async def simple_response(
+        self, scope: Scope, receive: Receive, send: Send, request_headers: Headers
+    ) -> None:
+        origin = request_headers.get("origin")  # programs other than browsers seldom send it
+        if origin is None or self.is_allowed_origin(origin):
+            await super().simple_response(scope, receive, send, request_headers)
+            return
+        message = f"web pages of {origin} may not ask this server; --cors {origin} allows it"
+        response = await error_response(None, APIError(message, 403, "origin_not_allowed"))
+        await response(scope, receive, send)
+
+
+def require_key(app: ASGIApp, key: str) -> ASGIApp:
+    """Answer only requests with the key, except for the server's health."""
     wanted = f"Bearer {key}".encode()
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
         given = dict(scope["headers"]).get(b"authorization", b"")
         response = app
         if scope["path"] not in HEALTH and not hmac.compare_digest(given, wanted):
-            error = Refused("the API key is missing or wrong", 401, "invalid_api_key")
-            response = await refused(None, error)
+            error = APIError("the API key is missing or wrong", 401, "invalid_api_key")
+            response = await error_response(None, error)
         await response(scope, receive, send)
 
     return run
 
 
 async def body_of(request: Request) -> bytes:
-    """Raises Refused if it is too large: at once if its length is announced."""
-    too_large = Refused(f"the body has more than {BODY_BYTES} bytes", 413, "too_large")
+    """Raises APIError if it is too large: at once if its length is announced."""
+    too_large = APIError(f"the body has more than {BODY_BYTES} bytes", 413, "too_large")
     if int(request.headers.get("content-length", 0)) > BODY_BYTES:
         raise too_large
     body = bytearray()
@@ -316,10 +383,8 @@ async def body_of(request: Request) -> bytes:
     return bytes(body)
 
 
-async def refused(request: Request | None, error: Exception) -> Response:
-    """The answer to what this program refuses, or starlette, or to what has failed."""
-    if not isinstance(error, HTTPException):
-        error = failure(error)
+async def error_response(received: Request | None, error: HTTPException) -> Response:
+    """The answer to what this program or starlette refuses, or to what has failed."""
     headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "2"}}
     status = error.status_code
     return JSONResponse(error_body(error), status, headers.get(status, error.headers))
@@ -337,7 +402,7 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def start_front(args: argparse.Namespace) -> Link:
+def start_frontend(args: argparse.Namespace) -> Link:
     """Start the process that talks with clients, and return the link to it. It begins when it is
     sent the model's name and its context's size. Raises OSError."""
     listener = listen(args.host, args.port)
@@ -351,7 +416,7 @@ def start_front(args: argparse.Namespace) -> Link:
     os.setsid()  # Ctrl-C is for the process that generates
     ours.close()
     with suppress(EOFError):  # that process has failed to load the model
-        front = Front(args, theirs, gone, *theirs.recv())
+        front = Frontend(args, theirs, gone, *theirs.recv())
         asyncio.run(front.run(listener, not args.quiet))
     os._exit(1)
 
@@ -361,13 +426,16 @@ def start_front(args: argparse.Namespace) -> Link:
 
 def work(link: Link, args: argparse.Namespace, ranks: Ranks) -> int:
     from extra.hardware import pick_device
+    from model import ContextFull
 
     ranks.join(pick_device(args.device, ranks))
     session = open_session(args, ranks)
-    # What a first text compiles is ready when a client asks
-    with suppress(ValueError):  # a client is told the same
+    with suppress(ValueError):  # whoever asks for a chat is told that the template fails
         session.turn_ends()
-        session.generate("a", n=2).finish()
+    with suppress(ContextFull):  # of one token
+        session.generate(
+            "a", n=2
+        ).finish()  # what a first text compiles is ready when a client asks
     model = args.model  # its name, on the hub
     if path := local_checkpoint(args.model):
         model = path.resolve().name
@@ -380,8 +448,8 @@ def work(link: Link, args: argparse.Namespace, ranks: Ranks) -> int:
         if link.pipe:
             link.pipe.send((model, session.state.size))
         while True:
-            write_next(session, model, link)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
+            write_next(session, model, link, args.debug)
+    except (EOFError, ConnectionError):
         what = "the process that answers clients has ended"
         raise RuntimeError(what) from None
 
@@ -391,12 +459,12 @@ def main(argv: list[str] | None = None) -> int:
     link = Link()
     if cli.is_rank0():
         try:
-            link = start_front(args)
+            link = start_frontend(args)
         except OSError as error:
             cli.note(f"error: {cli.error_line(error)}")
             return 1
     cli.import_torch()
-    cli.choose_interpreter(args)
+    cli.set_environment(args)
     return cli.exit_code(partial(work, link), args)
 
 

@@ -27,8 +27,7 @@ from model import Llama, State, Timings, generate, sample_next
 from sampling import Sampling
 from tokenizer import Prompt, TextStream, Tokenizer
 
-SEEDS = 1 << 63
-SCORED_AT_ONCE = 1 << 22  # logits
+SCORED_AT_ONCE = 1 << 22  # logits of a prompt's tokens that are in memory together
 
 Message = dict[str, str]  # its "role" and its "content"
 
@@ -282,19 +281,18 @@ class Session:
         There are at most n tokens; below 0 there is no limit but the context. The text ends before
         the first of the strings in `stop`. If an earlier text is unfinished, it ends here.
 
-        sampling: by default the session's, in which settings, such as temp=0.5, replace
-        single values. eos: the ids that end the text, by default the model's; with
-        ignore_eos they are never chosen. strip_space: leave out a space at the beginning of
-        the text; by default if the prompt is empty and the tokenizer puts one first.
-        progress: called with the number of tokens of the prompt that are done, and the
-        total. logprobs: note the log-probability of each token, and of so many of the most
-        probable ones at its place; tokens are then decoded one by one.
-        echo: the text begins with the prompt, which is the first piece; log-probabilities
-        are then those of the prompt's tokens, too.
+        sampling: by default the session's, in which settings, such as temp=0.5, replace single
+        values. eos: the ids that end the text, by default the model's; with ignore_eos they are
+        never chosen. strip_space: leave out a space at the beginning of the text; by default if the
+        prompt is empty and the tokenizer puts one first. progress: called with the number of tokens
+        of the prompt that are done, and the total. logprobs: note the log-probability of each
+        token, and of so many of the most probable ones at its place; tokens are then decoded one by
+        one. echo: the text begins with the prompt, which is the first piece; the prompt's tokens
+        then have log-probabilities, too.
 
-        Raises TypeError for an unknown setting, ValueError for one out of range, and of its kinds
-        model.ContextFull for a prompt that is longer than the context. The iterator raises
-        RuntimeError if the logits are not finite."""
+        Raises TypeError for an unknown setting, ValueError for one out of range or for a wrong
+        prompt, and model.ContextFull, which is a ValueError, for a prompt longer than the context.
+        The iterator raises RuntimeError if the logits are not finite."""
         sampling = replace_settings(sampling or self.sampling, settings)
         if strip_space is None:
             strip_space = prompt == "" and self.tokenizer.vocabulary.adds_space
@@ -506,7 +504,7 @@ class Conversation:
         or the chat template refuses it."""
         self.session = session
         self.sampling = sampling or session.sampling
-        self.dropped = ""  # what the last message made go, in words
+        self.dropped = ""  # what the last message pushed out of the context, in words
         self.begin(system)
         session.turn_ends()  # raises now what it would raise at the first message
 
@@ -526,8 +524,8 @@ class Conversation:
         return [*self.system, *self.turns]
 
     def go_on_from(self, messages: list[Message]) -> None:
-        """Go on from what `messages` once was. Raises ValueError for anything else; the
-        conversation is then still the old one."""
+        """Go on from the `messages` of an earlier conversation. Raises ValueError for anything else;
+        the conversation is then still the old one."""
         try:
             roles = [message["role"] for message in messages]
             said = all(isinstance(message["content"], str) for message in messages)
@@ -559,7 +557,8 @@ class Conversation:
         self.session.end()
         if not self.turns:
             raise ValueError("there is no answer yet")
-        self.sampling = replace(self.sampling, seed=(self.sampling.seed + 1) % SEEDS)
+        seed = (self.sampling.seed + 1) % (SETTINGS["seed"].high + 1)
+        self.sampling = replace(self.sampling, seed=seed)
         *turns, message, _ = self.turns
         return self._answer(message["content"], turns, options)
 

@@ -3692,8 +3692,11 @@ def test_serve_origins_and_keys(server, tiny):
     for origin, is_allowed in allowed.items():
         status, headers, _ = server.ask("/v1/models", method="OPTIONS", Origin=origin, **asks)
         assert (status == 200) == is_allowed
-        status, headers, _ = server.ask(TEXTS_AT, b"{", Origin=origin)
+        status, headers, answer = server.ask(TEXTS_AT, b"{", Origin=origin)
         assert headers["access-control-allow-origin"] == (origin if is_allowed else None)
+        refused = (403, "origin_not_allowed")  # and generates nothing
+        expected = (400, "invalid") if is_allowed else refused
+        assert (status, answer["error"]["code"]) == expected, origin
     local = dict(method="GET", Origin="http://localhost")
     with Server("-m", tiny, "--api-key", "żaba", "--queue", 0) as keyed:
         for path in "/v1/models", "/nothing":
@@ -3814,26 +3817,36 @@ def test_serve_goes_on_after_an_error(tiny, monkeypatch, capfd):
     session, link = Session(tiny, dtype="fp32", device="cpu"), serve.Link()
     fields = dict(prompt="Once upon a time", max_tokens=4, temperature=0, ignore_eos=True)
 
-    def answer(**more) -> list[serve.Part]:
-        ask = serve.read_ask(json.dumps(fields | more).encode(), serve.TextAsk)
+    def answer(debug=False, **more) -> list[serve.Part]:
+        body = json.dumps(fields | more).encode()
+        request = serve.parse_request(body, serve.CompletionRequest)
         sent = []
-        link.pipe = SimpleNamespace(recv=lambda: ask, send=sent.append)
-        serve.write_next(session, "tiny", link)
+        link.pipe = SimpleNamespace(recv=lambda: request, send=sent.append)
+        serve.write_next(session, "tiny", link, debug)
         assert [part.last for part in sent] == [False] * (len(sent) - 1) + [True]
         return sent
 
     [said] = answer()
     text = json.loads(said.body)["choices"][0]["text"]
-    with monkeypatch.context() as patch:
-        patch.setattr(session.model, "step", fails(RuntimeError("broken")))
-        begun, error = answer(stream=True, echo=True)
-        assert begun.status == 200 and b"Once upon a time" in begun.body
-        assert error.body.startswith(b'data: {"error":{"message":"broken"')
-        assert session.state.pos == 0
-        [error] = answer()
-        assert error.status == 500 and json.loads(error.body)["error"]["code"] == "failed"
-    assert capfd.readouterr().err == "error: broken\n" * 2
-    assert json.loads(answer()[0].body)["choices"][0]["text"] == text and len(text) > 4
+    for kind in RuntimeError, ValueError, OSError:
+        with monkeypatch.context() as patch:
+            patch.setattr(session.model, "step", fails(kind("broken")))
+            begun, error = answer(stream=True, echo=True)
+            assert begun.status == 200 and b"Once upon a time" in begun.body
+            assert error.body.startswith(b'data: {"error":{"message":"broken"')
+            assert session.state.pos == 0
+            [error] = answer()
+            assert error.status == 500 and json.loads(error.body)["error"]["code"] == "failed"
+            assert session.state.pos == 0
+            assert capfd.readouterr().err == "error: broken\n" * 2
+            answer(debug=True)
+            assert re.match(
+                rf"Traceback .*\n{kind.__name__}: broken\n$", capfd.readouterr().err, re.DOTALL
+            )
+        assert json.loads(answer()[0].body)["choices"][0]["text"] == text and len(text) > 4
+    [error] = answer(prompt="tale " * 2000)
+    assert error.status == 400 and session.state.pos > 0, "what is cached stays"
+    assert capfd.readouterr().err == ""
 
 
 def test_serve_refuses_to_start(monkeypatch, capfd, tmp_path):

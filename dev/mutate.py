@@ -365,8 +365,8 @@ MUTANTS = [
     ),
     Mutant(
         "session.py",
-        "(self.sampling.seed + 1) % SEEDS",
-        "(self.sampling.seed + 2) % SEEDS",
+        "(self.sampling.seed + 1) %",
+        "(self.sampling.seed + 2) %",
         "chat_in_any",
     ),
     Mutant(
@@ -436,6 +436,19 @@ MUTANTS = [
         "made_for_chat = args.chat_template is not None or has_template",
         "made_for_chat = True",
         "without_a_template",
+    ),
+    Mutant(
+        "serve.py",
+        "        session.state.truncate(0)  # what is in it may be wrong\n",
+        "",
+        "goes_on_after",
+    ),
+    Mutant("serve.py", "    except ConnectionError:", "    except OSError:", "goes_on_after"),
+    Mutant(
+        "serve.py",
+        "if origin is None or self.is_allowed_origin(origin):",
+        "if True:",
+        "serve_origins",
     ),
     Mutant(
         "extra/cli.py", "if not low <= value <= high:", "if not low <= value < high:", "flags_at"

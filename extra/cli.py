@@ -141,10 +141,7 @@ def exit_code(work: Callable[..., int], args: argparse.Namespace) -> int:
     except Exception as error:
         code = 1
         if error := ranks.to_report(error):
-            if args.debug:
-                note(traceback.format_exc().rstrip())
-            else:
-                note(f"error: {error_line(error)}")
+            report(error, args.debug)
     try:
         sys.stdout.flush()
     except OSError:  # Python would try again when it exits, and report it a second time
@@ -172,6 +169,15 @@ def ending_cleanly() -> Iterator[None]:
     finally:
         for number in handled:
             signal.signal(number, signal.SIG_DFL)
+
+
+def report(error: Exception, debug: bool) -> None:
+    """Write the error that is being handled to stderr as one line or, with --debug, its
+    traceback."""
+    if debug:
+        note(traceback.format_exc().rstrip())
+    else:
+        note(f"error: {error_line(error)}")
 
 
 def error_line(error: Exception) -> str:
@@ -221,6 +227,10 @@ class Parser(argparse.ArgumentParser):
         """A group of flags, as a function that adds a flag to it. modes: those in which its flags
         apply, if not all."""
         return functools.partial(self._flag, self.add_argument_group(title), modes)
+
+    def stored_as(self, flag: str) -> str:
+        """The attribute that holds a flag's value."""
+        return self._option_string_actions[flag].dest
 
     def _flag(
         self, group, modes: str, *names: str, help: str, default=None, only: str = "", **options
@@ -346,17 +356,23 @@ def add_model_flags(parser: Parser, writes: str = "") -> Callable:
     add("--kv-fp8", action="store_true", only=writes,
         help="keep keys and values as 8-bit floats: half the context's memory")
 
-    where = parser.group("where it runs")
-    where("-dev", "--device", type=device_name_of, default="auto", help="cpu, cuda or cuda:N")
-    where("-t", "--threads", type=within(int, 1, 4096), metavar="N",
+    # fmt: on
+    add_device_flags(parser, writes)
+    return add
+
+
+def add_device_flags(parser: Parser, writes: str = "") -> None:
+    add = parser.group("where it runs")
+    # fmt: off
+    add("-dev", "--device", type=device_name_of, default="auto", help="cpu, cuda or cuda:N")
+    add("-t", "--threads", type=within(int, 1, 4096), metavar="N",
         help="CPU threads [one for a model of at most 32 MB, otherwise one per core]")
-    where("--backend", choices=["auto", "torch", "triton"], default="auto", only=writes,
+    add("--backend", choices=["auto", "torch", "triton"], default="auto", only=writes,
         help="auto: triton on a GPU, torch on a CPU")
-    where("--accumulate", choices=["auto", "fp32", "fp16"], default="auto", only=writes,
+    add("--accumulate", choices=["auto", "fp32", "fp16"], default="auto", only=writes,
         help="how a prompt's products are summed; auto: faster and less exact for 8 bits; fp16: needs"
         " a GPU and --dtype fp16")
     # fmt: on
-    return add
 
 
 def add_proposal_flags(add: Callable) -> None:
@@ -397,11 +413,13 @@ def settle_model(args: argparse.Namespace) -> None:
         args.model = str(DEFAULT_MODEL)
 
 
-def choose_interpreter(args: argparse.Namespace) -> None:
-    """If the kernels are to run on a CPU, have Triton interpret them. Triton reads this when
-    kernels.py is imported."""
+def set_environment(args: argparse.Namespace) -> None:
+    """Set what libraries read from the environment when they are imported: whether Triton
+    interprets kernels, which it does on a CPU, and whether huggingface_hub shows its progress."""
     import torch
 
     on_cpu = args.device == "cpu" or args.device == "auto" and not torch.cuda.is_available()
     if args.backend == "triton" and on_cpu:
         os.environ["TRITON_INTERPRET"] = "1"
+    if args.quiet:
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"

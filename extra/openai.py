@@ -29,8 +29,8 @@ if TYPE_CHECKING:  # it imports torch, which takes seconds
 # ---- errors
 
 
-class Refused(HTTPException):
-    """A request that is answered with an error."""
+class APIError(HTTPException):
+    """The error with which a request is answered."""
 
     def __init__(self, message: str, status: int = 400, code: str = "invalid", param: str = ""):
         super().__init__(status, message)
@@ -47,8 +47,7 @@ def error_body(error: HTTPException) -> dict:
 
 # ---- requests
 
-# Fields that would change the text in ways that do not exist here, and the values that they may
-# have, since these say nothing
+# Fields that are not supported, with their values that change nothing, which are accepted
 UNSUPPORTED = dict(
     n=[1], best_of=[1], presence_penalty=[0], frequency_penalty=[0], logit_bias=[{}, []], tools=[[]],
     tool_choice=["none", "auto"], functions=[[]], function_call=["none", "auto"],
@@ -59,7 +58,7 @@ OPTIONS = {"n", "stop", "ignore_eos", *SETTINGS}  # of Session.generate
 LIMITS = "max_completion_tokens", "max_tokens", "n_predict"  # the last one is llama.cpp's
 INT_END = 1 << 31
 Length = Annotated[int, Field(ge=-1, lt=INT_END)]
-Best = Annotated[int, Field(ge=0, le=20)]
+TopLogprobs = Annotated[int, Field(ge=0, le=20)]
 StopStrings = str | Annotated[list[str], Field(max_length=1024)]  # each is compared at each token
 
 
@@ -107,7 +106,7 @@ Filters = create_model(
 )
 
 
-class Ask(Filters):
+class GenerationRequest(Filters):
     """The text that a client asks for: what both kinds of requests have in common."""
 
     model: str = ""  # there is one, whatever its name
@@ -123,12 +122,12 @@ class Ask(Filters):
         return self.model_dump(include=OPTIONS, exclude_none=True)
 
 
-class ChatAsk(Ask):
+class ChatCompletionRequest(GenerationRequest):
     """A request for the next message of a chat, and the words of the answer."""
 
     messages: list[Message] = Field(min_length=1)
     logprobs: bool = False
-    top_logprobs: Best = 0
+    top_logprobs: TopLogprobs = 0
 
     kind: ClassVar = "chat.completion"
     kind_of_chunk: ClassVar = "chat.completion.chunk"
@@ -158,11 +157,11 @@ class ChatAsk(Ask):
         return {"content": content}
 
 
-class TextAsk(Ask):
+class CompletionRequest(GenerationRequest):
     """A request for the text that follows a prompt, and the words of the answer."""
 
     prompt: str | Annotated[list[int], Field(min_length=1)]
-    logprobs: Best | bool = False  # llama.cpp takes true for 1
+    logprobs: TopLogprobs | bool = False  # llama.cpp takes true for 1
     echo: bool = False  # the prompt comes before the text
 
     kind: ClassVar = "text_completion"
@@ -195,14 +194,14 @@ class TextAsk(Ask):
         }
 
 
-def read_ask(body: bytes, kind: type[Ask]) -> Ask:
-    """The text that a request's body asks for; null means absent. Raises Refused."""
+def parse_request(body: bytes, kind: type[GenerationRequest]) -> GenerationRequest:
+    """The text that a request's body asks for; null means absent. Raises APIError."""
     try:
         fields = from_json(body)
     except ValueError as error:
-        raise Refused(f"the body is not JSON in UTF-8: {error}") from None
+        raise APIError(f"the body is not JSON in UTF-8: {error}") from None
     if not isinstance(fields, dict):
-        raise Refused("the body must be an object of JSON")
+        raise APIError("the body must be an object of JSON")
     fields = {name: value for name, value in fields.items() if value is not None}
     for name, value in fields.items():
         if isinstance(value, float) and value.is_integer():  # 5.0 is 5: JSON has one kind of number
@@ -211,23 +210,23 @@ def read_ask(body: bytes, kind: type[Ask]) -> Ask:
         value = fields.get(name, values[0])
         if isinstance(value, bool) or value not in values:
             message = f"{name} must be absent or {values[0]!r}: nothing else is supported"
-            raise Refused(message, param=name)
+            raise APIError(message, param=name)
     match fields.get("prompt"):
         case [str() | list() as prompt]:  # a list of one prompt
             fields["prompt"] = prompt
     try:
-        ask = kind.model_validate(fields)
+        request = kind.model_validate(fields)
     except ValidationError as error:
-        raise refusal(error) from None
-    if isinstance(ask, ChatAsk) and ask.top_logprobs and not ask.logprobs:
-        raise Refused("top_logprobs needs logprobs: true", param="top_logprobs")
-    if ask.seed == RANDOM:
-        ask.seed = random.SystemRandom().randrange(1 << 32)
-    ask.seed %= SETTINGS["seed"].high + 1  # OpenAI's may be negative
-    return ask
+        raise first_error(error) from None
+    if kind is ChatCompletionRequest and request.top_logprobs and not request.logprobs:
+        raise APIError("top_logprobs needs logprobs: true", param="top_logprobs")
+    if request.seed == RANDOM:
+        request.seed = random.SystemRandom().randrange(1 << 32)
+    request.seed %= SETTINGS["seed"].high + 1  # OpenAI's may be negative
+    return request
 
 
-def refusal(error: ValidationError) -> Refused:
+def first_error(error: ValidationError) -> APIError:
     """What is wrong with the first field that is: each type that it may have says so."""
     errors = error.errors()
     name, *place = errors[0]["loc"]
@@ -236,7 +235,7 @@ def refusal(error: ValidationError) -> Refused:
         name = f"messages[{place[0]}]"
         if len(place) > 1:
             name += f".{place[1]}"
-    return Refused(f"{name}: {'; '.join(whats)}", param=name)
+    return APIError(f"{name}: {'; '.join(whats)}", param=name)
 
 
 # ---- answers
@@ -245,38 +244,39 @@ def refusal(error: ValidationError) -> Refused:
 ENDS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 
 
-class Form:
-    """How one text is answered: whole, or in the events of a stream."""
+class ResponseBody:
+    """What is sent of one text: an object of JSON, or the events of a stream."""
 
-    def __init__(self, ask: Ask, model: str, session: Session):
+    def __init__(self, request: GenerationRequest, model: str, session: Session):
         """model: its name."""
-        self.ask = ask
+        self.request = request
         self.session = session
         self.head = {
-            "id": ask.id_begins + uuid.uuid4().hex,
-            "object": ask.kind_of_chunk if ask.stream else ask.kind,
+            "id": request.id_begins + uuid.uuid4().hex,
+            "object": request.kind_of_chunk if request.stream else request.kind,
             "created": int(time.time()),
             "model": model,
         }
-        self.with_usage = ask.stream_options.include_usage
+        self.with_usage = request.stream_options.include_usage
 
-    def whole(self, text: Generation) -> dict:
-        choices = [self._choice(self.ask.whole(text.text), text.logprobs, text.ended_by)]
-        return self.head | {"choices": choices, "usage": usage(text)}
+    def whole(self, text: Generation) -> bytes:
+        choices = [self._choice(self.request.whole(text.text), text.logprobs, text.ended_by)]
+        return to_json(self.head | {"choices": choices, "usage": usage(text)})
 
     def begin(self) -> bytes:
         """The beginning of a stream."""
-        if self.ask.first_chunk:
-            return self._chunk(self.ask.first_chunk)
+        if self.request.first_chunk:
+            return self._chunk(self.request.first_chunk)
         return b""
 
     def pieces(self, pieces: list[Piece]) -> bytes:
         """A part of a stream."""
-        return b"".join(self._chunk(self.ask.part(piece.text), piece.logprobs) for piece in pieces)
+        part = self.request.part
+        return b"".join(self._chunk(part(piece.text), piece.logprobs) for piece in pieces)
 
     def end(self, text: Generation) -> bytes:
         """The end of a stream."""
-        end = self._chunk(self.ask.part(""), ended_by=text.ended_by)
+        end = self._chunk(self.request.part(""), ended_by=text.ended_by)
         if self.with_usage:
             end += event(self.head | {"choices": [], "usage": usage(text)})
         return end + b"data: [DONE]\n\n"
@@ -288,7 +288,7 @@ class Form:
         return event(chunk)
 
     def _choice(self, said: dict, logprobs: Sequence[Logprob], ended_by: str) -> dict:
-        scores = self.ask.scores(logprobs, self.session) if logprobs else None
+        scores = self.request.scores(logprobs, self.session) if logprobs else None
         return {"index": 0, **said, "logprobs": scores, "finish_reason": ENDS.get(ended_by)}
 
 
