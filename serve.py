@@ -432,10 +432,9 @@ def work(link: Link, args: argparse.Namespace, ranks: Ranks) -> int:
     session = open_session(args, ranks)
     with suppress(ValueError):  # whoever asks for a chat is told that the template fails
         session.turn_ends()
+    # What a first text compiles is ready when a client asks
     with suppress(ContextFull):  # of one token
-        session.generate(
-            "a", n=2
-        ).finish()  # what a first text compiles is ready when a client asks
+        session.generate("a", n=2).finish()
     model = args.model  # its name, on the hub
     if path := local_checkpoint(args.model):
         model = path.resolve().name

@@ -1612,6 +1612,14 @@ def test_sampling_equals_the_reference(kind):
         choose_alike(logits, tokens, position, **settings, seed=seed)
 
 
+def test_drawing_where_all_scores_are_negative():
+    """As they are where the noise of the best token is, whose score is nothing else."""
+    logits = torch.zeros(300).index_fill(0, torch.tensor(7), 40.0)
+    tokens = torch.zeros(8, dtype=torch.int32)
+    for position in range(8):
+        choose_alike(logits, tokens, position, **OFF, seed=3)
+
+
 @pytest.mark.parametrize("top_p", [1e-9, 0.5, 0.999999, 1.0])
 @pytest.mark.parametrize("top_k", [0, 129, 1099, 1100])
 def test_thresholds_found_by_sorting(top_k, top_p):

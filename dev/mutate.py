@@ -149,9 +149,7 @@ MUTANTS = [
     Mutant(
         "sampling.py", '(l != l) | (tl.abs(l) == float("inf"))', "(l != l)", "logits_not_finite"
     ),
-    Mutant(
-        "sampling.py", "bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits", "sampling_equals and above"
-    ),
+    Mutant("sampling.py", "bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits", "scores_are_negative"),
     Mutant("sampling.py", "2.0 ** (53 - V.bit_length())", "8.0", "sampling_equals"),
     Mutant("sampling.py", ".masked_fill(ranked < floor, -math.inf)", "", "lowest_logit"),
     Mutant(
