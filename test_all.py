@@ -7596,6 +7596,14 @@ def test_kernels_cost():
     in_8_bits.weights.layers[1].w2 = halves.weights.layers[1].w2
     assert cost("w2", in_8_bits, 1)[0] == (8 * 12 + 4 * 8 + 2 * 8 * 12) / 2 + 2 * (12 + 8 + 8)
     assert cost("rmsnorm_linear", halves, 1)[0] == 2 * (10 * 8 + 8 + 8) + 4 * 10
+    # One token goes through 2 of 4 experts; of two tokens a quarter of the experts has none
+    sparse = tiny_llama(torch.float16, n_experts=4, experts_per_token=2)
+    assert cost("route", sparse, 1) == (2 * (4 * 8 + 8 + 8) + 2 * 8, 2 * 4 * 8)
+    assert cost("rmsnorm_swiglu", sparse, 1) == (
+        2 * (2 * 24 * 8 + 8 + 8 + 2 * 12),
+        2 * 2 * 24 * 8,
+    )
+    assert cost("w2", sparse, 2) == (2 * (3 * 8 * 12 + 2 * (2 * 12 + 2 * 8)), 2 * 2 * 2 * 8 * 12)
 
 
 @pytest.mark.parametrize("family, own", [("Qwen2", "qkv_bias"), ("Qwen3", "qk_norm")])
@@ -7623,22 +7631,40 @@ def test_kernels_of_a_family(dev_cli, tmp_path, family, own):
     assert code == 0 and found == expected and "bound by: " in err, err
 
 
-def test_kernels_equal_plain_pytorch(tiny_model):
+@pytest.mark.parametrize("experts", [dict(), dict(n_experts=4, experts_per_token=2)])
+def test_kernels_equal_plain_pytorch(experts):
     """What is timed beside each other computes the same; but for SwiGLU, whose rows it mixes up."""
+    model = tiny_llama(torch.float32, **experts)
     for T, start_pos in ((1, 9), (5, 0), (5, 9)):
-        state = State(tiny_model)
+        state = State(model)
         state.advance(start_pos)
-        inputs = op_table.random_inputs(tiny_model, T)
-        ours = op_table.ops_of(tiny_model, state, inputs)
-        plain = op_table.plain_ops(tiny_model, state, inputs, start_pos)
-        assert ours.keys() == plain.keys()
-        for op in ("rmsnorm", "rmsnorm_qkv_rope", "attention", "wo", "w2"):
+        inputs = op_table.random_inputs(model, T)
+        ours = op_table.ops_of(model, state, inputs)
+        plain = op_table.plain_ops(model, state, inputs, start_pos)
+        same = ["rmsnorm", "rmsnorm_qkv_rope", "attention", "wo"]
+        if experts:
+            assert ours["route"](1).ids.tolist() == plain["route"](1).indices.tolist()
+        if T == 1 or not experts:  # several tokens have nothing beside their experts
+            same.append("w2")
+        assert T > 1 or ours["rmsnorm_swiglu"](1).shape[-1] == plain["rmsnorm_swiglu"](1).shape[-1]
+        for op in same:
             expected = plain[op](1)  # first, since ours may overwrite the residual
             if op == "attention":  # PyTorch's has heads before tokens
                 expected = expected[0].transpose(0, 1)
             assert_close(ours[op](1).reshape(expected.shape), expected)
-    ours = op_table.ops_of(tiny_model, state, op_table.random_inputs(tiny_model, 1))
+    ours = op_table.ops_of(model, state, op_table.random_inputs(model, 1))
     assert ours["rmsnorm_linear"](0).isfinite().all()
+
+
+def test_kernels_of_experts(dev_cli, tmp_path):
+    sizes = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, vocab_size=70)
+    experts = dict(num_local_experts=4, num_experts_per_tok=2)
+    transformers.MixtralConfig(**sizes, num_key_value_heads=2, **experts).save_pretrained(tmp_path)
+    name = f"random:{tmp_path}/config.json:2"
+    code, out, err = dev_cli(op_table, "-m", name, *"-p 4 -d 0 -o jsonl -t 1".split())
+    beside = {(row["op"], row["tokens"]): row["x PyTorch"] for row in objects(out)}
+    assert code == 0 and beside["route", 1] and beside["route", 4] and beside["w2", 1], err
+    assert beside["w2", 4] is beside["rmsnorm_swiglu", 4] is None
 
 
 def test_compare_with_transformers(dev_cli, tiny, tiny_saved, monkeypatch):
@@ -7688,6 +7714,14 @@ def test_steps_rows(dev_cli, tiny, tiny_model, monkeypatch):
     w2 = next(row for row in rows if row["kernel"].startswith("w2"))
     moved = 2 * op_table.cost("w2", tiny_model, 1)[0]
     assert w2["% of read"] == pytest.approx(100 * moved / 1e9 / (1e-3 * w2["ms"]))
+    layer[3:3] = ["_route_kernel"]
+    step = [*layer * 2, "_vector_kernel"]
+    events = [steps.Event(name, 2.0 * i, 2.0 * i + 1) for i, name in enumerate(step)]
+    sparse = tiny_llama(torch.float32, n_experts=4, experts_per_token=2)
+    rows, *_ = steps.profile_rows(events, sparse, 1, 100)
+    read = {row["kernel"]: 1e9 * row["GB/s"] * row["ms"] * 1e-3 for row in rows}
+    assert read["_route_kernel"] == pytest.approx(2 * op_table.cost("route", sparse, 1)[0])
+    assert read["w2: _vector_kernel"] == pytest.approx(2 * op_table.cost("w2", sparse, 1)[0])
 
 
 @pytest.mark.parametrize("format", [None, INT4])
@@ -7763,11 +7797,6 @@ def test_dev_errors_are_one_line(dev_cli, monkeypatch):
     monkeypatch.setattr(compare.importlib.util, "find_spec", lambda name: None)
     assert_refused(dev_cli(compare, "-m", TALES), "a package is not installed: transformers")
     assert_refused(dev_cli(tuner, "-m", TALES), "on a GPU")
-    of_experts = tiny_llama(torch.float32, n_experts=4, experts_per_token=2)
-    with monkeypatch.context() as patch:
-        patch.setattr(bench, "open_model", lambda *_: of_experts)
-        code, out, err = dev_cli(op_table, "-m", TALES)
-    assert (code, out) == (1, "") and err.endswith("listed here: choose a dense model\n")
     for script, *wrong in (
         (op_table, "--format none,e4m3", "-n 4", "-r 4", "-m a -m b"),
         (steps, "-p 0", "-p 4,5", "-o json"), (tuner, "-p 4"), (dev_passes, "-T 0", "-d 4,5"),

@@ -39,16 +39,24 @@ def cost(op: str, model: Llama, T: int, start_pos: int = 0) -> tuple[float, floa
     """Bytes that one launch of an op must move and operations that it must do, for T tokens after
     start_pos others: every input is read once, every output written once, and a multiply-add counts
     as two operations. Where layers have matrices in different formats, the mean of their bytes
-    counts."""
+    counts. Of experts those are read that some token chooses, if each chooses at random."""
     c = model.config
     w = model.weights
-    C, V, q, kv = c.dim, c.output_rows, c.q_dim, c.kv_dim
+    C, F, V, q, kv = c.dim, c.hidden_dim, c.output_rows, c.q_dim, c.kv_dim
     size = model.dtype.itemsize
+    slots = 1
+    chosen = 1.0  # the part of the experts that a token goes through
+    if c.n_experts:
+        slots = c.experts_per_token
+        chosen = slots / c.n_experts
 
-    def product(matrices: list[Matrix], others: float) -> tuple[float, float]:
-        """others: values that are read and written, apart from the matrix and its input."""
+    def product(matrices: list[Matrix], others: float, part: float = 1.0) -> tuple[float, float]:
+        """others: values that are read and written, apart from the matrix and its input. part: of
+        the matrix, by which a token is multiplied."""
         N, K = matrices[0].shape
-        return fmean(m.nbytes for m in matrices) + size * (T * K + others), 2.0 * T * N * K
+        read = 1 - (1 - part) ** T
+        nbytes = fmean(m.nbytes for m in matrices)
+        return read * nbytes + size * (T * K + others), 2.0 * T * part * N * K
 
     def of_layers(name: str) -> list[Matrix]:
         return [getattr(layer, name) for layer in w.layers]
@@ -64,10 +72,14 @@ def cost(op: str, model: Llama, T: int, start_pos: int = 0) -> tuple[float, floa
             seen = T * start_pos + T * (T + 1) / 2  # keys seen by all tokens together
             cached = model.kv_dtype.itemsize * 2.0 * (start_pos + T) * kv
             return size * 2.0 * T * q + cached, 4.0 * q * seen
+        case "route":
+            return product(of_layers("router"), C + T * slots * 8 / size)  # ids and weights
         case "rmsnorm_swiglu":
-            return product(of_layers("w13"), C + T * c.hidden_dim)
-        case "wo" | "w2":
-            return product(of_layers(op), 2 * T * C)
+            return product(of_layers("w13"), C + T * slots * F, chosen)
+        case "wo":
+            return product(of_layers("wo"), 2 * T * C)
+        case "w2":
+            return product(of_layers("w2"), 2 * T * C + T * (slots - 1) * F, chosen)
         case "rmsnorm_linear":
             return product([w.output], C + T * V * 4 / size)  # logits are in fp32
         case "sample":
@@ -100,7 +112,7 @@ class Inputs(NamedTuple):
     copies: list[Tensor]  # of the size of x, so many that they do not fit into the L2
     residual: Tensor  # [T, C]
     y: Tensor  # [T, H D]: queries, or what attention gives
-    h: Tensor  # [T, F]
+    h: Tensor  # [T, F]; with experts [T, k, F]
     logits: Tensor  # fp32 [1, V]
 
 
@@ -112,8 +124,11 @@ def random_inputs(model: Llama, T: int) -> Inputs:
 
     x = normal(c.dim)
     copies = [normal(c.dim) for _ in range(max(1, min(64, (256 << 20) // x.nbytes)))]
+    h = normal(c.hidden_dim)
+    if c.n_experts:
+        h = normal(c.experts_per_token * c.hidden_dim).view(T, -1, c.hidden_dim)
     logits = torch.zeros(1, c.vocab_size, device=model.device)
-    return Inputs(x, copies, normal(c.dim), normal(c.q_dim), normal(c.hidden_dim), logits)
+    return Inputs(x, copies, normal(c.dim), normal(c.q_dim), h, logits)
 
 
 def ops_of(model: Llama, state: State, inputs: Inputs) -> dict[str, Callable[[int], object]]:
@@ -125,6 +140,7 @@ def ops_of(model: Llama, state: State, inputs: Inputs) -> dict[str, Callable[[in
     eps = c.norm_eps
     sampler = Sampler(model.device)
     queries = y.view(len(y), c.n_heads, c.head_dim)
+    routes = [ops.route(x, layer, state) for layer in layers]  # None without experts
 
     def rmsnorm(i: int) -> object:
         return ops.rmsnorm(copies[i], layers[0].ffn_norm, eps)
@@ -138,11 +154,14 @@ def ops_of(model: Llama, state: State, inputs: Inputs) -> dict[str, Callable[[in
     def wo(i: int) -> object:
         return ops.linear_add(y, layers[i].wo, residual)
 
+    def route(i: int) -> object:
+        return ops.route(x, layers[i], state)
+
     def w2(i: int) -> object:
-        return ops.linear_add(h, layers[i].w2, residual)
+        return ops.linear_add(h, layers[i].w2, residual, routes[i])
 
     def swiglu(i: int) -> object:
-        return ops.rmsnorm_swiglu(x, layers[i], state)
+        return ops.rmsnorm_swiglu(x, layers[i], state, routes[i])
 
     def output(i: int) -> object:
         return ops.rmsnorm_linear(x, model.weights.norm, model.weights.output, state, logits)
@@ -155,6 +174,7 @@ def ops_of(model: Llama, state: State, inputs: Inputs) -> dict[str, Callable[[in
         "rmsnorm_qkv_rope": qkv,
         "attention": attention,
         "wo": wo,
+        "route": route,
         "w2": w2,
         "rmsnorm_swiglu": swiglu,
         "rmsnorm_linear": output,
@@ -176,6 +196,8 @@ def plain_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def plain_ops(
     model: Llama, state: State, inputs: Inputs, start_pos: int
 ) -> dict[str, Callable[[int], object]]:
+    """One token goes through experts as in gpt-fast, which gathers their matrices. There is nothing
+    here for several tokens and experts."""
     x, copies, residual, y, h, logits = inputs
     c = model.config
     H, KH, D = c.n_heads, c.n_kv_heads, c.head_dim
@@ -220,6 +242,20 @@ def plain_ops(
         w1, w3 = dense(layers[i].w13).view(2, -1, c.dim)  # two matrices of the right size
         return functional.silu(linear(normed, w1)) * linear(normed, w3)
 
+    def route(i: int) -> tuple[Tensor, Tensor]:
+        normed = plain_rmsnorm(x, layers[i].ffn_norm, eps)
+        weights = linear(normed, dense(layers[i].router)).softmax(-1)
+        return weights.topk(c.experts_per_token)
+
+    def swiglu_of_experts(i: int) -> Tensor:
+        normed = plain_rmsnorm(x, layers[i].ffn_norm, eps)
+        w1, w3 = dense(layers[i].w13).view(c.n_experts, 2, -1, c.dim)[ids[i]].unbind(1)
+        return functional.silu(normed @ w1.mT) * (normed @ w3.mT)
+
+    def w2_of_experts(i: int) -> Tensor:
+        w2 = dense(layers[i].w2).view(c.n_experts, c.dim, -1)[ids[i]]
+        return residual + (w2 @ h[0, :, :, None]).sum(0).T
+
     def output(i: int) -> Tensor:
         return linear(
             plain_rmsnorm(x, model.weights.norm, eps), dense(model.weights.output)
@@ -228,7 +264,7 @@ def plain_ops(
     def sample(i: int) -> Tensor:
         return torch.multinomial(logits[0].topk(40).values.softmax(0), 1)
 
-    return {
+    plain = {
         "rmsnorm": lambda i: plain_rmsnorm(copies[i], layers[0].ffn_norm, eps),
         "rmsnorm_qkv_rope": qkv,
         "attention": attention,
@@ -238,6 +274,13 @@ def plain_ops(
         "rmsnorm_linear": output,
         "sample": sample,
     }
+    if c.n_experts:
+        plain["route"] = route
+        del plain["w2"], plain["rmsnorm_swiglu"]
+        if T == 1:
+            ids = [route(i).indices[0] for i in range(c.n_layers)]
+            plain |= {"w2": w2_of_experts, "rmsnorm_swiglu": swiglu_of_experts}
+    return plain
 
 
 # ---- the table
@@ -253,22 +296,33 @@ def kernel_rows(model: Llama, T: int, start_pos: int) -> Iterator[dict]:
     plain = plain_ops(model, state, inputs, start_pos)
     counts = {"rmsnorm": len(inputs.copies), "rmsnorm_linear": 4, "sample": 4}
     for op in ours:
+        if op == "route" and not model.config.n_experts:
+            continue
         if T == 1 or op not in ("rmsnorm_linear", "sample"):
             count = counts.get(op, model.config.n_layers)
-            yield row_of(model, T, start_pos, op, ours[op], plain[op], count)
+            yield row_of(model, T, start_pos, op, ours[op], plain.get(op), count)
 
 
 def row_of(
-    model: Llama, T: int, start_pos: int, op: str, ours: Callable, plain: Callable, count: int
+    model: Llama,
+    T: int,
+    start_pos: int,
+    op: str,
+    ours: Callable,
+    plain: Callable | None,
+    count: int,
 ) -> dict:
-    """Microseconds of an op on `count` sets of data in turn, and in plain PyTorch, and its share of
-    the ceiling that binds."""
+    """Microseconds of an op on `count` sets of data in turn, and in plain PyTorch, if there is such
+    a function, and its share of the ceiling that binds."""
 
     def seconds_of(run: Callable[[int], object]) -> float:
         return device_time(lambda: [run(i) for i in range(count)], model) / count
 
     seconds = seconds_of(ours)
-    plain_seconds = seconds_of(plain)
+    plain_us = times = None
+    if plain:
+        plain_us = 1e6 * seconds_of(plain)
+        times = plain_us / (1e6 * seconds)
     moved, operations = cost(op, model, T, start_pos)
     # The norm writes as much as it reads
     bandwidth = bench.copy_ceiling if op == "rmsnorm" else bench.read_ceiling
@@ -284,8 +338,8 @@ def row_of(
         "GFLOP": operations / 1e9,
         "bound by": "memory" if memory > compute else "arithmetic",
         "% of ceiling": bench.percent(max(memory, compute), seconds),
-        "PyTorch us": 1e6 * plain_seconds,
-        "x PyTorch": plain_seconds / seconds,
+        "PyTorch us": plain_us,
+        "x PyTorch": times,
     }
 
 
@@ -294,8 +348,6 @@ def show_kernels(args: argparse.Namespace) -> None:
     shapes = [(1, depth) for depth in sorted({max(depth, 100) for depth in args.depth})]
     shapes += [(T, depth) for depth in args.depth for T in args.n_prompt if T]
     model = open_model(args, max(map(sum, shapes)))
-    if model.config.n_experts:
-        raise ValueError("the ops of layers with experts are not listed here: choose a dense model")
     rows = (row for shape in shapes for row in kernel_rows(model, *shape))
     bench.show(rows, args.output, later={"op": [*PRODUCTS], "bound by": ["arithmetic"]})
     note(LEGEND)

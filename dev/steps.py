@@ -28,12 +28,14 @@ LEGEND = """\
 GB/s: the bytes that a kernel must move in the time it took; % of read: of the read bandwidth
 % of product: the operations it must do in that time, of the rate of a large matmul"""
 
-# The op of a kernel is the first whose pattern occurs in its name
+# The op of a kernel is the first whose pattern occurs in its name. Of the kernels that route a prompt
+# only the one that reads the router counts
 PATTERNS = {
+    "route": "^_route_kernel$|^_logits_kernel$",
     "attention": "attention",
     "sample": "sample",
     "embedding": "embedding",
-    "product": "_vector_kernel|stream_kernel|_few_kernel|_product_kernel|linear|gemm|nvjet|cutlass"
+    "product": "_vector_kernel|stream_kernel|_few_kernel|_grouped_kernel|linear|gemm|nvjet|cutlass"
     "|mm|mv",
     "rmsnorm": "^_rmsnorm_kernel$",
 }
