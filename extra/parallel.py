@@ -233,11 +233,12 @@ def share(count: int, rank: int, size: int) -> slice:
 #      polls the entries in its own rank's memory until all of them bear this sum's number, and adds
 #      them up. Numbers repeat after 2^32 sums.
 #
-#      A prompt. Here bandwidth counts, so its terms have no numbers. Each rank computes its own in its
-#      own memory; then a kernel on each rank waits until those of all ranks are there, reads them,
-#      and adds them up in the same order everywhere. To wait, the programs of that kernel meet: each
-#      sets a flag in the memory of every other rank to the number of prompts' sums it has taken part
-#      in, and waits until its twins have set its own.
+#      A prompt, or a few tokens where a product has no kernel of ours for them. Here bandwidth counts,
+#      so terms have no numbers. Each rank computes its own in its own memory; then a kernel on each
+#      rank waits until those of all ranks are there, reads them, and adds them up in the same order
+#      everywhere. To wait, the programs of that kernel meet: each sets a flag in the memory of every
+#      other rank to the number of such sums it has taken part in, and waits until its twins have set
+#      its own.
 #
 #      Why nothing is overwritten before it is read. There are two inboxes for entries and two buffers
 #      for terms, of which wo has one and w2 the other, and an inbox for the logits. So between two

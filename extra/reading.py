@@ -61,8 +61,8 @@ class FileTensor:
         return replace(self, shape=shape, offset=offset, strides=strides)
 
     def reads(self) -> tuple[int, list[int]]:
-        """What to read: how many bytes at a time, a run of neighbouring elements, and where in the
-        file each run begins. Instead of many short runs, this is one with all that lies between."""
+        """What to read: how many bytes a run of neighbouring elements has, and where in the file each
+        run begins. If runs are short, a single one covers them all and whatever lies between."""
         apart = list(zip(self.shape, self.strides or without_gaps(self.shape)))
         last = sum((size - 1) * stride for size, stride in apart)
         length = 1
