@@ -17,20 +17,19 @@ Files without a place beside them lie in extra/.
         |  schemes.py    how other programs store the matrices that they have quantised
       a Checkpoint: the Config and its tensors
     6   |  hardware.py   chooses device, type and backend, and asks whether it all fits into memory
-    7   |  Loader        (here) joins rows of the source's tensors to the tensors of the model. A
-        |               matrix stays in floats, is encoded (fp8.py at the root, int4.py), or
+    7   |  Loader        (here) copies them to the device. A matrix stays in floats, is encoded
+        |               (fp8.py at the root, int4.py), or
         |  quants.py     keeps what other programs have quantised, bit for bit
       Weights, in a Llama (model.py at the root)
 
-There are three kinds of tensors. A FileTensor says where in a file one lies. A SourceTensor is one
-or several of these as the Loader sees them: a vector, a matrix, or a stack of the matrices of all
-experts. One or several of those become a ModelTensor. So w13 of layer 3 takes its rows in turn from
-the SourceTensors w1 and w3 (Loader.sources), which read them piece by piece, while the next pieces
-are on their way from the files (reading.py), to where the Loader copies them (Loader.fill).
+A tensor of the model, such as w13 of layer 3, has three descriptions. Its ModelTensor is what the
+model needs: a shape, and the parts w1 and w3. Its SourceTensor says how a checkpoint stores these,
+and joins them. Under it, FileTensors say where the bytes lie in files. A SourceTensor is read piece
+by piece, while the next pieces are on their way from the files (reading.py), and each piece knows
+which rows of the tensor it is, so that the Loader only copies it there.
 
-Only a Source knows its layout. It gives the Loader tensors under names of our own, whatever has
-quantised them. files.py opens all files, since none is trusted. save.py goes the other way, and
-writes the weights of a Loader to a folder."""
+Only a Source knows its layout. files.py opens all files, since none is trusted. save.py goes the
+other way, and writes the weights of a Loader to a folder."""
 
 from __future__ import annotations
 
@@ -70,7 +69,7 @@ from extra.names import (
 )
 from extra.parallel import Ranks, share
 from extra.sources import small_source, source_of, weight_files
-from extra.tensors import ALL, SourceTensor, columns_in
+from extra.tensors import ALL, Rows, columns_in
 from formats import Format, Matrix, Tensors
 from kernels import FORMATS
 from model import Config, LayerWeights, Llama, Weights, enumerated
@@ -227,8 +226,7 @@ class Checkpoint:
         """The type of its floats."""
         if self.config.dtype and not self.format:
             return self.config.dtype
-        embedding = next(iter(self.tensors.values()))  # it comes first in every source
-        return embedding.dtype
+        return self.tensors["tok_embeddings"].dtype
 
     @property
     def quantised(self) -> str:
@@ -252,8 +250,8 @@ class Checkpoint:
         formats = {}
         for t in model_tensors(c):
             if t.is_matrix:
-                of_parts = set().union(*(self.tensors[part.name].all_schemes for part in t.parts))
-                format = schemes.format_for(of_parts, t.shape(c)[1], most_bits)
+                in_files = self.tensors[t.name].all_schemes
+                format = schemes.format_for(in_files, t.shape(c)[1], most_bits)
                 if format:
                     formats[t.name] = format
         return formats
@@ -365,29 +363,17 @@ class Loader:
         taken = share(count, self.ranks.rank, self.ranks.size)
         return slice(taken.start * size // count, taken.stop * size // count)
 
-    def sources(self, t: ModelTensor) -> list[tuple[slice, SourceTensor, slice]]:
-        """Which rows of a rank's tensor come from which tensor of the source, and from which of its
-        rows, in a stack of each matrix. The source has the parts, or the tensor itself if --save
-        has joined them."""
-        tensors = self.checkpoint.tensors
-        shares = [self.share(part.row_dim) for part in t.parts]
-        if t.name not in tensors:
-            of_parts = [tensors[part.name] for part in t.parts]
-            return list(zip(t.places(self.config), of_parts, shares))
-        rows = t.joined_rows(self.whole, shares)
-        # In the rank's own tensor, the share of each part is the whole part
-        own = [slice(0, part.joined_shape(self.config)[0]) for part in t.parts]
-        places = t.joined_rows(self.config, own)
-        return [(place, tensors[t.name], taken) for place, taken in zip(places, rows)]
+    def rows(self, t: ModelTensor) -> Rows:
+        """This rank's rows of a tensor of the whole model."""
+        return t.rows(self.whole, self.share)
 
     def fill(self, data: Tensor, t: ModelTensor, columns: slice = ALL) -> None:
         """Read these columns of a tensor into `data`, whose rows are this rank's."""
-        for place, tensor, rows in self.sources(t):
-            for some, values in tensor.read(self.device, rows, columns):
-                if values.is_cpu and values.dtype != data.dtype:
-                    values = values.float()  # torch is slow at converting between 16-bit types
-                # A vector may become a row: copy_ then takes it for a matrix of one row
-                data[place][some].copy_(values, non_blocking=True)
+        tensor = self.checkpoint.tensors[t.name]
+        for place, values in tensor.read(self.device, self.rows(t), columns):
+            if values.is_cpu and values.dtype != data.dtype:
+                values = values.float()  # torch is slow at converting between 16-bit types
+            data[place].copy_(values, non_blocking=True)
 
     def vector(self, t: ModelTensor) -> Tensor:
         """A norm, a bias, a router or the embedding."""
@@ -407,9 +393,8 @@ class Loader:
             made = Matrix(self.encode(format, t, columns), format)
         else:
             tensors = format.empty(*shape, self.device)
-            for place, tensor, rows in self.sources(t):
-                out = tuple(of_format[place] for of_format in tensors)
-                tensor.write(format, out, self.device, rows, columns)
+            tensor = self.checkpoint.tensors[t.name]
+            tensor.write(format, tensors, self.device, self.rows(t), columns)
             made = Matrix(tensors, format)
         self.bar.update(made.nbytes)
         if t.of_experts:
@@ -431,7 +416,7 @@ class Loader:
                 tensor.copy_(whole[:, columns_in(columns, K, whole.shape[1])])
             return tensors
         except ValueError as error:
-            flaw = self.checkpoint.first_bad_tensor(self.matrix_dtype)
+            flaw = self.checkpoint.tensors[t.name].flaw(self.matrix_dtype)
             raise ValueError(flaw or str(error)) from None
 
 

@@ -229,7 +229,7 @@ class Header:
         return gguf
 
 
-@lru_cache(maxsize=1)  # since configuration, tokenizer and tensors all need it
+@lru_cache(maxsize=64)  # of the parts of a file; configuration, tokenizer and tensors need them
 def _read_version(file: Path, version: tuple[int, ...]) -> GGUF:
     """The header of one file, which is read again once the file has another version."""
     with open_regular(file) as f:

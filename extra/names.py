@@ -3,13 +3,13 @@ calls the parts that make them up, and how they are divided over ranks."""
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from extra.tensors import ALL
 from formats import Format, Matrix
 from model import Config, LayerWeights, Weights
 
@@ -180,26 +180,20 @@ class ModelTensor:
         rows = sum(part.joined_shape(c)[0] for part in self.parts)
         return rows, *self.parts[0].joined_shape(c)[1:]
 
-    def places(self, c: Config) -> list[slice]:
-        """The rows of this tensor that each part takes up."""
+    def rows(self, c: Config, share: Callable[[str], slice]) -> list[slice]:
+        """The rows that a rank keeps: a slice for each part, or for each group of parts that take
+        turns; in a stack, of each matrix. share: this rank's share of one of the sizes of c, the
+        whole model."""
         turns = self.parts[0].in_turn
         found = []
         start = 0
         for part in self.parts[::turns]:
-            end = start + turns * part.joined_shape(c)[0]
-            found += [slice(start + i, end, turns) for i in range(turns)]
-            start = end
-        return found
-
-    def joined_rows(self, c: Config, shares: list[slice]) -> list[slice]:
-        """Where some rows of each part lie in this tensor: one slice for all parts that take turns,
-        of which `shares` has the same rows. In a stack they may be those of one expert."""
-        if self.kind is Kind.ROW:  # every rank has whole rows
-            return [ALL]
-        turns = self.parts[0].in_turn
-        found = []
-        for place, rows in zip(self.places(c)[::turns], shares[::turns]):
-            found.append(slice(place.start + turns * rows.start, place.start + turns * rows.stop))
+            if part.kind is Kind.ROW:
+                taken, count = slice(0, 1), 1
+            else:
+                taken, count = share(part.row_dim), getattr(c, part.row_dim)
+            found.append(slice(start + turns * taken.start, start + turns * taken.stop))
+            start += turns * count
         return found
 
 

@@ -52,7 +52,7 @@ class FileTensor:
     # In elements, as torch counts them; None: rows follow one another without gaps
     strides: tuple[int, ...] | None = None
 
-    def part(self, spans: Sequence[range]) -> "FileTensor":
+    def cut(self, spans: Sequence[range]) -> "FileTensor":
         """These spans of its dimensions."""
         strides = self.strides or without_gaps(self.shape)
         first = sum(span.start * stride for span, stride in zip(spans, strides))
@@ -158,21 +158,22 @@ def _read(jobs: list[Job]) -> list[io.FileIO]:
 class Piece(NamedTuple):
     """Some rows of a tensor that are read and converted at once."""
 
-    rows: int
+    place: slice  # of these among all rows that are wanted
     files: list[FileTensor]  # what is read
     make: Callable[[list[Tensor]], Any]  # what becomes of that
 
+    def moved(self, first: int, step: int = 1) -> "Piece":
+        """The same as part of a larger tensor, in every `step`th row from the `first` on."""
+        start, stop = (first + step * row for row in (self.place.start, self.place.stop))
+        return self._replace(place=slice(start, stop, step))
+
 
 def in_order(pieces: Iterable[Piece], device: torch.device) -> Iterator[tuple[slice, Any]]:
-    """Yields the rows that a piece takes up, one piece below the other, and what it makes, while
-    the next ones are being read."""
-    start = 0
+    """Yields the place of a piece and what it makes, while the next ones are being read."""
     for together, reading in one_ahead(read_together(pieces), device):
         tensors = iter(reading.tensors())
         for piece in together:
-            end = start + piece.rows
-            yield slice(start, end), piece.make([*islice(tensors, len(piece.files))])
-            start = end
+            yield piece.place, piece.make([*islice(tensors, len(piece.files))])
 
 
 def read_together(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

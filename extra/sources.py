@@ -8,6 +8,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,15 +25,16 @@ from extra.names import (
     Kind,
     ModelTensor,
     Part,
-    model_parts,
     model_tensors,
 )
-from extra.reading import FileTensor, read, split
+from extra.reading import CPU, FileTensor, read
 from extra.tensors import (
     TYPES,
     Floats,
     Found,
     GgufMatrix,
+    Joined,
+    Row,
     SafetensorsMatrix,
     SavedMatrix,
     ShardedFloats,
@@ -97,15 +99,21 @@ class Source(ABC):
     def file_tensors(self) -> list[FileTensor]:
         """All tensors of its files. Raises OSError, ValueError."""
 
-    @abstractmethod
-    def named(self, c: Config, found: Found) -> dict[str, SourceTensor]:
-        """The tensors that `tensors` returns, not yet checked, made from those in the files."""
+    def part(self, c: Config, part: Part, found: Found) -> SourceTensor:
+        """A part of a tensor of the model, not yet checked, made from those in the files."""
+        raise NotImplementedError
+
+    def tensor(self, c: Config, t: ModelTensor, found: Found) -> SourceTensor:
+        """A tensor of the model, not yet checked either."""
+        parts = [self.part(c, part, found) for part in t.parts]
+        if len(parts) == 1:
+            return parts[0]
+        return Joined(parts, t.parts[0].in_turn)
 
     def tensors(self, c: Config) -> tuple[Config, dict[str, SourceTensor]]:
         """Returns the configuration, in which tie_embeddings may have become False, and the tensors
-        by our names. They are a model's parts, or the tensors of the model if --save has joined
-        the parts. Raises ValueError if one is missing, unexpected, or of another shape or type than
-        the config says."""
+        of the model by name. Raises ValueError if one is missing, unexpected, or of another shape
+        or type than the config says."""
         found: Found = {}
         for tensor in self.file_tensors():
             if not NOT_NEEDED.search(tensor.name):
@@ -113,22 +121,23 @@ class Source(ABC):
         if c.tie_embeddings:
             c = self.untied(c, found)
         c = self.without_absent_biases(c, found)
-        tensors = self.named(c, found)
+        tensors = {t.name: self.tensor(c, t, found) for t in model_tensors(c)}
         self.check(tensors.values(), found)
         return c, tensors
 
     def untied(self, c: Config, found: Found) -> Config:
         """Returns the configuration, with tie_embeddings False if the files hold two different
         matrices. The one matrix of a tied model may have either name, or be stored under both."""
-        embedding = EMBEDDING.name_in(self.naming)
-        outputs = found.pop(OUTPUT.name_in(self.naming), [])
-        if not outputs:
+        embedding, output = EMBEDDING.name_in(self.naming), OUTPUT.name_in(self.naming)
+        if output not in found:
             return c
         if embedding not in found:
-            found[embedding] = [replace(tensor, name=embedding) for tensor in outputs]
-        elif not all(map(equal, outputs, found[embedding])):
-            found[outputs[0].name] = outputs
+            found[embedding] = [replace(tensor, name=embedding) for tensor in found.pop(output)]
+            return c
+        one, other = (self.part(c, part, found) for part in (EMBEDDING, OUTPUT))
+        if any(one.problems()) or any(other.problems()) or not equal(one, other):
             return replace(c, tie_embeddings=False)
+        del found[output]
         return c
 
     def without_absent_biases(self, c: Config, found: Found) -> Config:
@@ -143,7 +152,8 @@ class Source(ABC):
 
     def check(self, tensors: Collection[SourceTensor], found: Found) -> None:
         """Raise ValueError unless the files hold these tensors and no others."""
-        problems = [problem for tensor in tensors for problem in tensor.problems()]
+        # Once, though the one matrix of a tied model is both embedding and output
+        problems = [*dict.fromkeys(problem for tensor in tensors for problem in tensor.problems())]
         expected = {name for tensor in tensors for name in tensor.wanted}
         for name in found:
             if name in expected:
@@ -161,16 +171,17 @@ class Source(ABC):
         raise ValueError(f"{self.path}: the tensors do not fit the config: {shown}")
 
 
-def equal(one: FileTensor, other: FileTensor) -> bool:
-    """Whether two tensors of floats have the same values."""
-    if one.shape != other.shape or not {one.dtype, other.dtype} <= set(schemes.FLOATS):
-        return False
-    # A torch file stores shared tensors once
-    if one.file == other.file and one.offset == other.offset:
-        return True
-    for spans in split([range(size) for size in one.shape], schemes.AT_ONCE):
-        mine, its = read([one.part(spans), other.part(spans)])
-        if not torch.equal(mine.float(), its.float()):
+def equal(one: SourceTensor, other: SourceTensor) -> bool:
+    """Whether two matrices have the same values."""
+    N, K = one.shape
+    step = max(1, schemes.AT_ONCE // K)
+    for start in range(0, N, step):
+        rows = [slice(start, start + step)]
+        mine, its = (
+            torch.cat([values.float() for _, values in tensor.read(CPU, rows)])
+            for tensor in (one, other)
+        )
+        if not torch.equal(mine, its):
             return False
     return True
 
@@ -191,7 +202,7 @@ class GgufFile(Source):
 
     naming = "gguf"
 
-    @property
+    @cached_property
     def header(self) -> gguf.GGUF:
         return gguf.read_header(self.path)
 
@@ -231,20 +242,17 @@ class GgufFile(Source):
             )
         return found
 
-    def named(self, c: Config, found: Found) -> dict[str, SourceTensor]:
-        header = self.header
-        in_pairs = FAMILIES[gguf.family_name(header)].in_pairs
-        tensors: dict[str, SourceTensor] = {}
-        for name, part in model_parts(c).items():
-            in_file = part.name_in(self.naming)
-            head_dim = c.head_dim if part.rotated and not in_pairs else None
-            info = header.tensors.get(in_file)
-            arguments = (in_file, part.shape(c), found, head_dim)
-            if info and self.scheme(info):
-                tensors[name] = GgufMatrix(*arguments, self.scheme(info))
-            else:
-                tensors[name] = Floats(*arguments)
-        return tensors
+    def part(self, c: Config, part: Part, found: Found) -> SourceTensor:
+        name = part.name_in(self.naming)
+        in_pairs = FAMILIES[gguf.family_name(self.header)].in_pairs
+        head_dim = c.head_dim if part.rotated and not in_pairs else None
+        info = self.header.tensors.get(name)
+        arguments = (name, part.shape(c), found, head_dim)
+        if info and self.scheme(info):
+            return GgufMatrix(*arguments, self.scheme(info))
+        if part.kind is Kind.ROW:
+            return Row(*arguments)
+        return Floats(*arguments)
 
 
 # ---- folders
@@ -301,49 +309,51 @@ class Folder(Source):
 class HuggingFaceFolder(Folder):
     """A folder with a config.json."""
 
-    naming = "hugging_face"
+    @cached_property
+    def config_json(self) -> Fields:
+        return Fields(self.path / "config.json")
+
+    @property
+    def naming(self) -> str:
+        return family_of(self.config_json).naming
+
+    @cached_property
+    def scheme(self) -> schemes.Scheme | None:
+        return schemes.scheme_of(self.config_json)
 
     def unchecked_config(self) -> Config:
-        return hugging_face_config(Fields(self.path / "config.json"), generation_of(self.path))
+        return hugging_face_config(self.config_json, generation_of(self.path))
 
-    def named(self, c: Config, found: Found) -> dict[str, SourceTensor]:
-        config = Fields(self.path / "config.json")
-        scheme = schemes.scheme_of(config)
-        naming = family_of(config).naming
+    def part(self, c: Config, part: Part, found: Found) -> SourceTensor:
+        name = part.name_in(self.naming)
+        head_dim = c.head_dim if part.rotated else None
 
-        def tensor(part: Part, in_file: str) -> SourceTensor:
-            """A part, or an expert's matrix in one."""
+        def tensor(in_file: str) -> SourceTensor:
+            """The part, or an expert's matrix in one."""
             shape = part.shape(c)[-2:]
-            head_dim = c.head_dim if part.rotated else None
             wanted = {}
-            if scheme and part.kind in (Kind.MATRIX, Kind.PLAIN):
-                wanted = self.scheme_tensors(in_file, shape, found, scheme)
+            if self.scheme and part.kind in (Kind.MATRIX, Kind.PLAIN):
+                wanted = self.scheme_tensors(in_file, shape, found)
             if wanted:
-                return SafetensorsMatrix(in_file, shape, found, head_dim, scheme, wanted)
+                return SafetensorsMatrix(in_file, shape, found, head_dim, self.scheme, wanted)
             return Floats(in_file, shape, found, head_dim)
 
-        tensors = {}
-        for name, part in model_parts(c).items():
-            in_file = part.name_in(naming)
-            if part.of_experts:
-                experts = range(c.n_experts)
-                tensors[name] = Stack([tensor(part, in_file.format(e)) for e in experts])
-            else:
-                tensors[name] = tensor(part, in_file)
-        return tensors
+        if part.of_experts:
+            return Stack([tensor(name.format(expert)) for expert in range(c.n_experts)])
+        if part.kind is Kind.ROW:
+            return Row(name, part.shape(c), found, head_dim)
+        return tensor(name)
 
-    def scheme_tensors(
-        self, name: str, shape: tuple[int, int], found: Found, scheme: schemes.Scheme
-    ) -> dict[str, Wanted]:
+    def scheme_tensors(self, name: str, shape: tuple[int, int], found: Found) -> dict[str, Wanted]:
         """What the scheme stores for a matrix, by name. Empty if this one is not quantised."""
         stem = name.removesuffix("weight")
-        words = scheme.shapes(*shape)
+        words = self.scheme.shapes(*shape)
         codes, *_ = words
         if stem + codes not in found:
             return {}
         if codes == "weight" and found[f"{stem}weight"][0].dtype in schemes.FLOATS:
             return {}
-        absent = {word for word in scheme.optional if stem + word not in found}
+        absent = {word for word in self.scheme.optional if stem + word not in found}
         return {stem + word: Wanted(*words[word]) for word in words if word not in absent}
 
 
@@ -368,10 +378,8 @@ class MetaFolder(Folder):
         rows, *_ = shapes.get(EMBEDDING.meta) or [1]
         return replace(config, vocab_size=rows)
 
-    def named(self, c: Config, found: Found) -> dict[str, SourceTensor]:
-        return {
-            name: ShardedFloats(name, part.shape(c), found) for name, part in model_parts(c).items()
-        }
+    def part(self, c: Config, part: Part, found: Found) -> SourceTensor:
+        return ShardedFloats(part.name, part.shape(c), found)
 
 
 # ---- what --save wrote
@@ -393,19 +401,15 @@ class SavedFolder(Folder):
     def unchecked_config(self) -> Config:
         return small_source(self.path).config()
 
-    def named(self, c: Config, found: Found) -> dict[str, SourceTensor]:
-        tensors: dict[str, SourceTensor] = {}
-        for t in model_tensors(c):
-            shape = t.shape(c)
-            if t.is_matrix:
-                wanted = saved_matrix(t, c, self.format)
-                if t.of_experts:
-                    rows, columns = shape
-                    shape = (c.n_experts, rows // c.n_experts, columns)
-                tensors[t.name] = SavedMatrix(t.name, shape, found, wanted=wanted)
-            else:
-                tensors[t.name] = Floats(f"{t.name}.weight", shape, found)
-        return tensors
+    def tensor(self, c: Config, t: ModelTensor, found: Found) -> SourceTensor:
+        shape = t.shape(c)
+        if not t.is_matrix:
+            return Floats(f"{t.name}.weight", shape, found)
+        wanted = saved_matrix(t, c, self.format)
+        if t.of_experts:
+            rows, columns = shape
+            shape = (c.n_experts, rows // c.n_experts, columns)
+        return SavedMatrix(t.name, shape, found, wanted=wanted)
 
 
 def saved_matrix(t: ModelTensor, c: Config, format: Format) -> dict[str, Wanted]:
@@ -432,7 +436,7 @@ def saved_format(folder: Path) -> Format | None:
     metadata, _ = safetensors_header(file)
     if not metadata.get("fused-llama"):
         return None
-    name = metadata.get("format", metadata.get("fp8"))
+    name = metadata.get("format")
     if metadata["fused-llama"] != SAVED_LAYOUT or name not in FORMATS:
         what = f"was saved by another version of fused-llama, in the format {name!r}"
         raise ValueError(f"{file} {what}: save it again from the original")

@@ -1,17 +1,18 @@
-"""Step 5 of loading (see checkpoint.py): the tensors in files, and the tensors of a checkpoint that
-the loader reads. These are floats in one file or in several, matrices that others have quantised,
-matrices that `--save` wrote, or stacks of the matrices of experts. Only headers are read until rows
-and columns of a tensor are asked for.
+"""Step 5 of loading (see checkpoint.py): the tensors in files, and the SourceTensors that the loader
+reads, one for each tensor of the model. These are floats in one file or in several, matrices that
+others have quantised, matrices that `--save` wrote, or several of them joined. Only headers are
+read until rows and columns of a tensor are asked for.
 
 Nothing in a file is trusted: names, types and shapes are compared with what the configuration says,
 and codes and scales are checked as they are read."""
 
 import json
+import math
 import os
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from extra import gguf, schemes
 from extra.files import one_line, open_regular, version_of
-from extra.reading import FileTensor, Piece, in_order, read, rows_in, split
+from extra.reading import CPU, FileTensor, Piece, in_order, rows_in, split
 from formats import Format, Quantised, Tensors
 
 ALL = slice(None)
@@ -125,11 +126,15 @@ class Wanted(NamedTuple):
 
 
 Found = dict[str, list[FileTensor]]  # by name; only Meta's shards have several of one name
+# Rows of a tensor, in a stack of each of its matrices: slices, one after the other
+Rows = Sequence[slice]
+# From a tensor and some of its rows to the pieces that make them
+MadeOf = Callable[["SourceTensor", Rows], Iterable[Piece]]
 
 
 class SourceTensor:
-    """A tensor of a checkpoint as the loader sees it, however files store it: a vector, a matrix
-    [N, K], or a stack [E, N, K] of the matrices of all experts."""
+    """A tensor of the model as the loader reads it, however files store it: a vector, a matrix
+    [N, K], or a stack [E, N, K] of the matrices of all experts. Several may be joined to one."""
 
     dtype: torch.dtype | None = torch.float32  # of the floats, or of decoded values
 
@@ -154,47 +159,52 @@ class SourceTensor:
         self.files = {name: found.get(name, []) for name in self.wanted}
 
     @property
+    def rows(self) -> int:
+        """Elements of a vector, or rows of a matrix; in a stack, of each."""
+        return self.shape[-2:][0]
+
+    @property
     def all_schemes(self) -> set[gguf.Type | schemes.Scheme | None]:
         """How others have quantised its matrices. None stands for floats."""
         return {self.scheme}
 
     def read(
-        self, device: torch.device, rows: slice, columns: slice = ALL
+        self, device: torch.device, rows: Rows, columns: slice = ALL
     ) -> Iterator[tuple[slice, Tensor]]:
         """Yields a slice of the requested rows, and their floats in the requested columns, on the
-        device. In a stack these are rows of each matrix, one matrix below the other. Rows of q and
-        k are always those of whole heads. Raises OSError, and ValueError for codes or scales that
-        are not finite."""
+        device. Rows of q and k are always those of whole heads. Raises OSError, and ValueError for
+        codes or scales that are not finite."""
         return in_order(self.floats(rows, columns, weights_at_once(device)), device)
 
     def write(
-        self, format: Format, out: Tensors, device: torch.device, rows: slice, columns: slice
+        self, format: Format, out: Tensors, device: torch.device, rows: Rows, columns: slice
     ) -> None:
         """Write the same into the tensors of a format, without changing a weight."""
         pieces = self.quantised(rows, columns, weights_at_once(device))
-        for some, quantised in in_order(pieces, device):
-            format.write(quantised, tuple(tensor[some] for tensor in out))
+        for place, quantised in in_order(pieces, device):
+            format.write(quantised, tuple(tensor[place] for tensor in out))
 
-    def floats(self, rows: slice, columns: slice, most: int) -> Iterable[Piece]:
+    def floats(self, rows: Rows, columns: slice, most: int) -> Iterable[Piece]:
         """The pieces that make floats, of at most `most` weights if the tensor can be cut."""
         raise NotImplementedError
 
-    def quantised(self, rows: slice, columns: slice, most: int) -> Iterable[Piece]:
+    def quantised(self, rows: Rows, columns: slice, most: int) -> Iterable[Piece]:
         """The pieces that make Quantised, if it is quantised."""
         raise NotImplementedError
 
-    def spans(self, rows: slice, columns: slice) -> list[range]:
-        """What these are of each dimension."""
-        taken = (*[ALL] * (len(self.shape) - 2), rows, columns)
-        return [range(size)[some] for size, some in zip(self.shape, taken)]
-
-    def split(self, rows: slice, columns: slice, most: int) -> Iterable[list[range]]:
-        """The same, in pieces of whole heads and of at most `most` elements. A tensor whose rows do
-        not follow one another is a single piece."""
-        spans = self.spans(rows, columns)
+    def split(self, rows: Rows, columns: slice, most: int) -> Iterator[tuple[slice, list[range]]]:
+        """Yields where a piece lies in the result, and what it is of each dimension. Pieces are of
+        whole heads, and of at most `most` elements unless a tensor has gaps between its rows."""
         if any(tensor.strides for tensor in chain.from_iterable(self.files.values())):
-            return [spans]
-        return split(spans, most, self.head_dim or 1)
+            most = math.prod(self.shape)
+        start = 0
+        for some in rows:
+            taken = (*[ALL] * (len(self.shape) - 2), some, columns)
+            spans = [range(size)[part] for size, part in zip(self.shape, taken)]
+            for piece in split(spans, most, self.head_dim or 1):
+                end = start + rows_in(piece)
+                yield slice(start, end), piece
+                start = end
 
     def problems(self) -> Iterator[str]:
         """What does not fit the config, a message each."""
@@ -241,28 +251,69 @@ def _misfit(files: list[FileTensor], wanted: Wanted) -> str:
     return f"{name} is {shapes} in {in_words(files[0].dtype)}, expected {expected} in {listed}"
 
 
-class Stack(SourceTensor):
-    """The matrices of all experts, each of which is a tensor of its own in the files."""
+class Several(SourceTensor):
+    """A tensor that is made of several."""
 
-    def __init__(self, experts: list[SourceTensor]):
-        self.experts = experts
-        self.wanted = {name for expert in experts for name in expert.wanted}
+    def __init__(self, tensors: list[SourceTensor]):
+        self.of = tensors
+        self.wanted = {name: tensor.wanted[name] for tensor in tensors for name in tensor.wanted}
 
     @property
     def all_schemes(self) -> set[gguf.Type | schemes.Scheme | None]:
-        return set().union(*(expert.all_schemes for expert in self.experts))
+        return set().union(*(tensor.all_schemes for tensor in self.of))
 
-    def floats(self, rows: slice, columns: slice, most: int) -> Iterable[Piece]:
-        return chain.from_iterable(e.floats(rows, columns, most) for e in self.experts)
+    def pieces(self, rows: Rows, made_of: MadeOf) -> Iterator[Piece]:
+        """The pieces of all of them, in their places. made_of: returns those of one."""
+        raise NotImplementedError
 
-    def quantised(self, rows: slice, columns: slice, most: int) -> Iterable[Piece]:
-        return chain.from_iterable(e.quantised(rows, columns, most) for e in self.experts)
+    def floats(self, rows: Rows, columns: slice, most: int) -> Iterator[Piece]:
+        return self.pieces(rows, lambda tensor, its: tensor.floats(its, columns, most))
+
+    def quantised(self, rows: Rows, columns: slice, most: int) -> Iterator[Piece]:
+        return self.pieces(rows, lambda tensor, its: tensor.quantised(its, columns, most))
 
     def problems(self) -> Iterator[str]:
-        return chain.from_iterable(expert.problems() for expert in self.experts)
+        return chain.from_iterable(tensor.problems() for tensor in self.of)
 
     def flaw(self, dtype: torch.dtype) -> str | None:
-        return next(filter(None, (expert.flaw(dtype) for expert in self.experts)), None)
+        return next(filter(None, (tensor.flaw(dtype) for tensor in self.of)), None)
+
+
+class Stack(Several):
+    """The matrices of all experts, each of which is a tensor of its own in the files."""
+
+    @property
+    def rows(self) -> int:
+        return self.of[0].rows
+
+    def pieces(self, rows: Rows, made_of: MadeOf) -> Iterator[Piece]:
+        each = sum(some.stop - some.start for some in rows)
+        for i, expert in enumerate(self.of):
+            for piece in made_of(expert, rows):
+                yield piece.moved(i * each)
+
+
+class Joined(Several):
+    """Parts of a tensor, one below the other; or groups of parts whose rows take turns."""
+
+    def __init__(self, parts: list[SourceTensor], in_turn: int):
+        """in_turn: how many parts take turns; 1 if none do."""
+        super().__init__(parts)
+        self.in_turn = in_turn
+
+    def pieces(self, rows: Rows, made_of: MadeOf) -> Iterator[Piece]:
+        """rows: a slice for each group."""
+        turns = self.in_turn
+        groups = [self.of[i : i + turns] for i in range(0, len(self.of), turns)]
+        start = 0  # of a group, among all rows
+        at = 0  # among the requested rows
+        for some, group in zip(rows, groups, strict=True):
+            of_part = slice((some.start - start) // turns, (some.stop - start) // turns)
+            for i, part in enumerate(group):
+                for piece in made_of(part, [of_part]):
+                    yield piece.moved(at + i, turns)
+            start += turns * group[0].rows
+            at += some.stop - some.start
 
 
 class Floats(SourceTensor):
@@ -272,26 +323,40 @@ class Floats(SourceTensor):
     def dtype(self) -> torch.dtype:
         return self.files[self.name][0].dtype
 
-    def floats(self, rows: slice, columns: slice, most: int) -> Iterator[Piece]:
+    def floats(self, rows: Rows, columns: slice, most: int) -> Iterator[Piece]:
         (tensor,) = self.files[self.name]
-        for spans in self.split(rows, columns, most):
-            yield Piece(rows_in(spans), [tensor.part(spans)], self.made)
+        for place, spans in self.split(rows, columns, most):
+            yield Piece(place, [tensor.cut(spans)], self.made)
 
     def made(self, tensors: list[Tensor]) -> Tensor:
         (values,) = tensors
         return self.in_pairs(values)
 
     def flaw(self, dtype: torch.dtype) -> str | None:
-        for tensor in self.files[self.name]:
-            (values,) = read([tensor])
+        for _, values in self.read(CPU, [ALL]):
             holds = None
             if not torch.isfinite(values).all():
                 holds = "NaN or inf"
             elif not torch.isfinite(values.to(dtype)).all():
                 holds = f"values beyond the range of {dtype}; try --dtype fp32"
             if holds:
-                return one_line(f"{tensor.name} in {tensor.file.name} holds {holds}")
+                return one_line(
+                    f"{self.name} in {self.files[self.name][0].file.name} holds {holds}"
+                )
         return None
+
+
+class Row(Floats):
+    """A vector that becomes a row of a matrix."""
+
+    rows = 1
+
+    def floats(self, rows: Rows, columns: slice, most: int) -> Iterator[Piece]:
+        for piece in super().floats([ALL], columns, most):
+            yield piece._replace(place=slice(0, 1))
+
+    def made(self, tensors: list[Tensor]) -> Tensor:
+        return super().made(tensors)[None]
 
 
 class ShardedFloats(Floats):
@@ -315,27 +380,27 @@ class ShardedFloats(Floats):
         of_types = all(tensor.dtype in wanted.types for tensor in files)
         return of_types and self.axis(files) is not None
 
-    def floats(self, rows: slice, columns: slice, most: int) -> Iterator[Piece]:
+    def floats(self, rows: Rows, columns: slice, most: int) -> Iterator[Piece]:
         files = self.files[self.name]
         axis = self.axis(files)
         size = files[0].shape[axis]
         if size == self.shape[axis]:
             files = files[:1]
-        for spans in self.split(rows, columns, most):
+        for place, spans in self.split(rows, columns, most):
             parts = []
             for i, tensor in enumerate(files):
                 start = max(spans[axis].start - i * size, 0)
                 stop = min(spans[axis].stop - i * size, size)
                 if start < stop:
                     of_shard = [*spans[:axis], range(start, stop), *spans[axis + 1 :]]
-                    parts.append(tensor.part(of_shard))
-            yield Piece(rows_in(spans), parts, partial(torch.cat, dim=axis))
+                    parts.append(tensor.cut(of_shard))
+            yield Piece(place, parts, partial(torch.cat, dim=axis))
 
 
 class QuantisedMatrix(SourceTensor):
     """A matrix, or a stack of them, that others have quantised."""
 
-    def floats(self, rows: slice, columns: slice, most: int) -> Iterator[Piece]:
+    def floats(self, rows: Rows, columns: slice, most: int) -> Iterator[Piece]:
         for piece in self.quantised(rows, ALL, most):
             yield piece._replace(make=partial(self.decoded, piece.make, columns))
 
@@ -356,15 +421,14 @@ class QuantisedMatrix(SourceTensor):
 class GgufMatrix(QuantisedMatrix):
     """A matrix or a stack in one of ggml's types, each row of which is a row of blocks."""
 
-    def quantised(self, rows: slice, columns: slice, most: int) -> Iterator[Piece]:
+    def quantised(self, rows: Rows, columns: slice, most: int) -> Iterator[Piece]:
         in_bytes = lambda k: k // self.scheme.block * self.scheme.nbytes
         *outer, K = self.shape
         (whole,) = self.files[self.name]
         in_file = replace(whole, dtype=torch.uint8, shape=(*outer, in_bytes(K)))
-        for spans in self.split(rows, columns, most):
-            *some, span = spans
+        for place, (*some, span) in self.split(rows, columns, most):
             some.append(range(in_bytes(span.start), in_bytes(span.stop)))
-            yield Piece(rows_in(spans), [in_file.part(some)], self.made)
+            yield Piece(place, [in_file.cut(some)], self.made)
 
     def made(self, tensors: list[Tensor]) -> Quantised:
         (raw,) = tensors
@@ -384,10 +448,10 @@ class SafetensorsMatrix(QuantisedMatrix):
             yield f"{self.name} is {shape}, not a multiple of 8 rows and {group} columns"
         yield from super().problems()
 
-    def quantised(self, rows: slice, columns: slice, most: int) -> Iterator[Piece]:
-        spans = self.spans(rows, columns)
+    def quantised(self, rows: Rows, columns: slice, most: int) -> Iterator[Piece]:
         files = [file for (file,) in self.files.values()]
-        yield Piece(rows_in(spans), files, partial(self.made, *spans))
+        for place, spans in self.split(rows, columns, math.prod(self.shape)):
+            yield Piece(place, files, partial(self.made, *spans))
 
     def made(self, rows: range, columns: range, tensors: list[Tensor]) -> Quantised:
         K = self.shape[1]
@@ -409,7 +473,7 @@ class SavedMatrix(SourceTensor):
     it."""
 
     def write(
-        self, format: Format, out: Tensors, device: torch.device, rows: slice, columns: slice
+        self, format: Format, out: Tensors, device: torch.device, rows: Rows, columns: slice
     ) -> None:
         K = self.shape[-1]
         span = range(K)[columns]
@@ -417,9 +481,11 @@ class SavedMatrix(SourceTensor):
             what = f"{self.name} was saved in {format.name}, where its {K} columns"
             parts = K // len(span)
             raise ValueError(f"{what} cannot be divided among {parts} processes: take the original")
-        for some, stored in in_order(self.stored(rows, columns, weights_at_once(device)), device):
-            for place, values in zip(out, stored, strict=True):
-                place[some].copy_(values.view(place[some].shape), non_blocking=True)
+        pieces = self.stored(rows, columns, weights_at_once(device))
+        for place, stored in in_order(pieces, device):
+            for tensor, values in zip(out, stored, strict=True):
+                to = tensor[place]
+                to.copy_(values.view(to.shape), non_blocking=True)
         try:
             format.check(out)
         except ValueError as error:
@@ -428,17 +494,16 @@ class SavedMatrix(SourceTensor):
                 f"{tensor.file}: {self.name} has {error}: save it again from the original"
             ) from None
 
-    def stored(self, rows: slice, columns: slice, most: int) -> Iterator[Piece]:
+    def stored(self, rows: Rows, columns: slice, most: int) -> Iterator[Piece]:
         """The pieces of all that the format stores."""
         *outer, K = self.shape
-        for spans in self.split(rows, columns, most):
-            *some, span = spans
+        for place, (*some, span) in self.split(rows, columns, most):
             parts = []
             for (tensor,) in self.files.values():
                 in_row = tensor.shape[1:]  # none if it is written as a vector
                 taken = [range(M)[columns_in(span, K, M)] for M in in_row]
-                parts.append(replace(tensor, shape=(*outer, *in_row)).part([*some, *taken]))
-            yield Piece(rows_in(spans), parts, lambda tensors: tensors)
+                parts.append(replace(tensor, shape=(*outer, *in_row)).cut([*some, *taken]))
+            yield Piece(place, parts, lambda tensors: tensors)
 
 
 def columns_in(columns: range | slice, K: int, M: int) -> slice:
