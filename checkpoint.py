@@ -61,6 +61,7 @@ from extra.names import (
     Kind,
     ModelTensor,
     formats_of,
+    largest_read,
     layer_weights,
     matrix_shapes,
     model_parts,
@@ -184,7 +185,8 @@ def find_checkpoint(name: str | Path) -> Path:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether everything that a checkpoint refers to is there."""
+    """Whether everything that a checkpoint refers to is there. Without an index, a missing file of
+    Meta's shows only in tensors that do not fit."""
     try:
         if path.is_dir():
             weight_files(path)
@@ -418,16 +420,3 @@ class Loader:
         except ValueError as error:
             flaw = self.checkpoint.tensors[t.name].flaw(self.matrix_dtype)
             raise ValueError(flaw or str(error)) from None
-
-
-def largest_read(c: Config) -> int:
-    """Elements of the largest matrix that is read to be encoded. Whole rows are read, even if a
-    rank keeps only some of their columns."""
-    sizes = []
-    for t in model_tensors(c):
-        if t.is_matrix:
-            *_, columns = t.parts[0].dims
-            sizes.append(math.prod(t.shape(c)))
-            if columns in CUT:
-                sizes[-1] *= c.ranks
-    return max(sizes)

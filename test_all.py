@@ -194,6 +194,7 @@ RAMP = dict(
 )  # fmt: skip
 NORM = "model.layers.0.input_layernorm.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"
+TABLES = "model.embed_tokens.weight", "lm_head.weight"
 
 
 FAMILIES = {  # what each adds to Llama 2, as its config.json has it, but small
@@ -4505,6 +4506,18 @@ def compressed(content: bytes, file: Path) -> None:
         archive.writestr("archive/data.pkl", content)
 
 
+def stored(content: bytes, file: Path) -> None:
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("archive/data.pkl", content)
+
+
+class Filler:
+    """Takes a GB when it is read."""
+
+    def __reduce__(self):
+        return (bytearray, (1 << 30,))
+
+
 class Bomb:
     def __reduce__(self):
         return (os.system, ("touch PICKLE_HAS_RUN",))
@@ -4626,8 +4639,16 @@ SPOILED = {
         "numbered": {1: torch.ones(1)}, "a list": [torch.ones(1)], "nested": {"x": {"y": torch.ones(1)}},
         "sparse": {"x": torch.ones(1).to_sparse()}, "of no device": {"x": torch.ones(1, device="meta")},
         "quantised": lambda: {"x": torch.quantize_per_tensor(torch.ones(1), 1, 0, torch.qint8)},
-        "runs code": {"x": Bomb()},
+        "runs code": {"x": Bomb()}, "values beyond it": {"x": torch.ones(1).expand(1 << 30)},
     }.items()},
+    "torch file that fills the memory": (torch_file({"x": Filler()}), "(it refers to __builtin__.bytearray)"),
+    "torch file with a large entry": (torch_file(bytes(5 << 20), stored), "(its data.pkl has 5,242,880 bytes)"),
+    "torch file without dimensions": (torch_file({NORM: torch.tensor(1.0)}), f"{NORM} is [1], expected [64]"),
+    "an empty tensor of any shape": (
+        both(spoil_config(tie_word_embeddings=True),
+             spoil_tensors(lambda t: t.update({name: torch.empty(1 << 60, 0) for name in TABLES}))),
+        f"{TABLES[0]} is [1152921504606846976, 0], expected [350, 64]",
+    ),
     "plain pickle": (torch_file({"x": Bomb()}, lambda value, file: file.write_bytes(pickle.dumps(value))), UNSAFE),
     "cut torch file": (both(torch_file({}), lambda f: os.truncate(f / "pytorch_model.bin", 99)), UNSAFE),
     "compressed torch file": (torch_file(b"x" * 99, compressed), "(it is compressed)"),

@@ -39,10 +39,13 @@ def open_regular(file: Path) -> io.FileIO:
     if file.exists() and not file.is_file():
         raise ValueError(f"{file} is not a regular file")
     f = file.open("rb", buffering=0)
-    if f.read(64).startswith(GIT_LFS):
+    try:
+        if f.read(64).startswith(GIT_LFS):
+            raise ValueError(f"{file} is a git-lfs pointer, not the file itself: run git lfs pull")
+        f.seek(0)
+    except BaseException:
         f.close()
-        raise ValueError(f"{file} is a git-lfs pointer, not the file itself: run git lfs pull")
-    f.seek(0)
+        raise
     return f
 
 

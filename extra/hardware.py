@@ -11,7 +11,7 @@ import torch
 
 import launch
 from extra import cpu
-from extra.names import Formats, model_tensors, weight_bytes
+from extra.names import Formats, largest_read, model_tensors, weight_bytes
 from extra.parallel import Ranks
 from model import CACHES, Config
 
@@ -128,7 +128,7 @@ def free_memory(device: torch.device) -> float:
 # workspaces for the activations of the longest of model.LENGTHS, each 1.3 times as large (7B), and
 # the graphs themselves. On a CPU: one copy and one workspace for a chunk, and a second copy of the
 # output matrix if it is the embedding. An expert counts as a matrix of its own, but while they are
-# encoded, all experts of a layer are in memory once more.
+# encoded, all experts of a layer are in memory once more (names.largest_read).
 MARGIN = 6
 
 
@@ -146,9 +146,8 @@ def check_memory(
     on_cpu = device.type == "cpu"
     weights = weight_bytes(c, dtype, formats)
     matrices = [t for t in model_tensors(c) if t.is_matrix]
-    sizes = [math.prod(t.shape(c)) for t in matrices]
-    of_one = [size // t.matrices(c) for size, t in zip(sizes, matrices)]
-    workspace = dtype.itemsize * max(MARGIN * max(of_one), *sizes)
+    largest = max(math.prod(t.shape(c)) // t.matrices(c) for t in matrices)
+    workspace = dtype.itemsize * max(MARGIN * largest, largest_read(c))
     layer = 2 * c.kv_dim * ctx_size  # keys and values of one layer
     cache = c.n_layers * layer
     if kv_fp8:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path, PurePath
 
 from extra import gguf
-from extra.files import read_json
+from extra.files import open_regular, read_json
 
 ROOT = Path(__file__).resolve().parents[1]  # of this program
 
@@ -67,8 +67,10 @@ def local_checkpoint(name: str) -> Path | None:
     path = Path(os.path.expanduser(name))  # unchanged if there is no such user
     if path.is_dir():
         return find_gguf(path) or path
-    if path.is_file() and (path.suffix == ".gguf" or path.open("rb").read(4) == b"GGUF"):
-        return path
+    if path.is_file():
+        with open_regular(path) as f:
+            if path.suffix == ".gguf" or f.read(4) == b"GGUF":
+                return path
     if path.exists():
         raise FileNotFoundError(
             f"{name} is a file (-m takes the folder of a checkpoint, or a GGUF file)"

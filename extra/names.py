@@ -267,3 +267,16 @@ def weight_bytes(c: Config, dtype: torch.dtype, formats: Formats) -> int:
         elif t.name != "output" or not c.tie_embeddings:
             total += dtype.itemsize * math.prod(t.shape(c))
     return total
+
+
+def largest_read(c: Config) -> int:
+    """Elements of the largest matrix that is read to be encoded. Whole rows are read, even if a
+    rank keeps only some of their columns."""
+    sizes = []
+    for t in model_tensors(c):
+        if t.is_matrix:
+            *_, columns = t.parts[0].dims
+            sizes.append(math.prod(t.shape(c)))
+            if columns in CUT:
+                sizes[-1] *= c.ranks
+    return max(sizes)

@@ -6,7 +6,7 @@ import io
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
@@ -60,18 +60,23 @@ class FileTensor:
         offset = self.offset + first * self.dtype.itemsize
         return replace(self, shape=shape, offset=offset, strides=strides)
 
+    @property
+    def end(self) -> int:
+        """Where in the file its last element ends."""
+        apart = zip(self.shape, self.strides or without_gaps(self.shape))
+        last = sum((size - 1) * stride for size, stride in apart)
+        return self.offset + (last + 1) * self.dtype.itemsize
+
     def reads(self) -> tuple[int, list[int]]:
         """What to read: how many bytes a run of neighbouring elements has, and where in the file each
         run begins. If runs are short, a single one covers them all and whatever lies between."""
         apart = list(zip(self.shape, self.strides or without_gaps(self.shape)))
-        last = sum((size - 1) * stride for size, stride in apart)
         length = 1
         while apart and apart[-1][1] == length:
             size, _ = apart.pop()
             length *= size
         if apart and length * self.dtype.itemsize < SHORT_RUN:
-            length = last + 1
-            apart = []
+            return self.end - self.offset, [self.offset]
         starts = [0]
         for size, stride in apart:
             starts = [start + i * stride for start in starts for i in range(size)]
@@ -113,7 +118,15 @@ class Reading:
         reads = [tensor.reads() for tensor in of]
         self.sizes = [-(-length * len(starts) // ALIGNED) * ALIGNED for length, starts in reads]
         self.raw = torch.empty(sum(self.sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self.files = {file: open_regular(file) for file in dict.fromkeys(t.file for t in of)}
+        self.threads: list[Future] = []
+        self.files: dict[Path, io.FileIO] = {}
+        try:
+            for tensor in of:
+                if tensor.file not in self.files:
+                    self.files[tensor.file] = open_regular(tensor.file)
+        except BaseException:
+            self.close()
+            raise
         jobs: list[Job] = []
         for tensor, (length, starts), raw in zip(of, reads, self.raw.split(self.sizes)):
             memory = raw.numpy()
@@ -149,7 +162,16 @@ class Reading:
 
 def _read(jobs: list[Job]) -> list[io.FileIO]:
     """Read bytes of files. Returns the files that end before."""
-    return [file for file, to, at in jobs if os.preadv(file.fileno(), [to], at) < len(to)]
+    cut_short = []
+    for file, to, at in jobs:
+        while len(to):  # one call may read less than it could
+            count = os.preadv(file.fileno(), [to], at)
+            if not count:
+                cut_short.append(file)
+                break
+            to = to[count:]
+            at += count
+    return cut_short
 
 
 # ---- pieces of tensors, one after the other
