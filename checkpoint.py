@@ -50,6 +50,7 @@ from extra.files import one_line_errors
 from extra.hardware import (
     check_accumulate,
     check_choice,
+    check_groups,
     check_memory,
     pick_backend,
     pick_device,
@@ -118,7 +119,7 @@ def load(
     given = sampling or {}
     own = read_sampling(folder, given)
     if not checkpoint.format or format != checkpoint.format.name:
-        check_original(checkpoint, format)
+        checkpoint.check_original(format)
 
     # Step 6
     on = pick_device(device, ranks)
@@ -241,6 +242,13 @@ class Checkpoint:
         """Whether matrices are quantised, by others or by --save."""
         return bool(self.format or self.quantised)
 
+    def check_original(self, format: str | None) -> None:
+        """Raise ValueError if matrices that are encoded already would be encoded again."""
+        own = self.format.name if self.format else self.quantised
+        if own and format:
+            lossy = f"its matrices are {own}, and {format} would lose precision a second time"
+            raise ValueError(f"{self.folder}: {lossy}: run it as it is, or encode the original")
+
     @property
     def elements(self) -> int:
         parts = model_parts(self.config).values()
@@ -266,28 +274,6 @@ class Checkpoint:
             if flaw:
                 return flaw
         return None
-
-
-# ---- step 6: what `load` and `save` refuse
-
-
-def check_original(checkpoint: Checkpoint, format: str | None) -> None:
-    """Raise ValueError if matrices that are encoded already would be encoded again."""
-    own = checkpoint.format.name if checkpoint.format else checkpoint.quantised
-    if own and format:
-        lossy = f"its matrices are {own}, and {format} would lose precision a second time"
-        raise ValueError(f"{checkpoint.folder}: {lossy}: run it as it is, or encode the original")
-
-
-def check_groups(c: Config, formats: Formats) -> None:
-    """Raise ValueError if a rank's columns of a matrix are not whole groups of its format."""
-    shapes = matrix_shapes(c)
-    for name, format in formats.items():
-        _, columns = shapes[name]
-        if columns % format.group:
-            where = f" on each of {c.ranks} processes" if c.ranks > 1 else ""
-            needs = f"{format.name} needs a multiple of {format.group}"
-            raise ValueError(f"{name} has {columns} columns{where}; {needs}")
 
 
 # ---- step 7: the loader

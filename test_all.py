@@ -81,7 +81,7 @@ import sampling
 import serve
 from chat import Chat, Output, Printer
 from chat import columns as columns_of
-from checkpoint import Loader, check_groups, load, read_config
+from checkpoint import Loader, load, read_config
 from dev import compare, fuzz, mutate, steps
 from dev import kernels as op_table
 from dev import passes as dev_passes
@@ -91,7 +91,7 @@ from extra import cli as cli_module
 from extra import config as config_module
 from extra import cpu, experts, hardware, hopper, int4, parallel, quants, reading, schemes, sources
 from extra import gguf as ggml
-from extra.hardware import check_memory, pick_dtype
+from extra.hardware import check_groups, check_memory, pick_dtype
 from extra.hub import local_checkpoint, pick_gguf
 from extra.int4 import INT4
 from extra.names import formats_of, layer_tensors, model_tensors, tensor_in, weight_bytes

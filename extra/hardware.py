@@ -1,5 +1,5 @@
 """Step 6 of loading (see checkpoint.py): what a model runs on, that is the device, the type and the
-backend, and whether it fits into memory."""
+backend, and whether it fits there."""
 
 import math
 import re
@@ -11,7 +11,7 @@ import torch
 
 import launch
 from extra import cpu
-from extra.names import Formats, largest_read, model_tensors, weight_bytes
+from extra.names import Formats, largest_read, matrix_shapes, model_tensors, weight_bytes
 from extra.parallel import Ranks
 from model import CACHES, Config
 
@@ -94,6 +94,17 @@ def check_accumulate(
     can_be_done = backend == "triton" and device.type == "cuda" and dtype == torch.float16
     if accumulate == "fp16" and not can_be_done:
         raise ValueError("--accumulate fp16 needs a GPU, the Triton kernels and --dtype fp16")
+
+
+def check_groups(c: Config, formats: Formats) -> None:
+    """Raise ValueError if a rank's columns of a matrix are not whole groups of its format."""
+    shapes = matrix_shapes(c)
+    for name, format in formats.items():
+        _, columns = shapes[name]
+        if columns % format.group:
+            where = f" on each of {c.ranks} processes" if c.ranks > 1 else ""
+            needs = f"{format.name} needs a multiple of {format.group}"
+            raise ValueError(f"{name} has {columns} columns{where}; {needs}")
 
 
 # Files of a container's memory, in cgroups of version 2 and of version 1: folder, limit, use

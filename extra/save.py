@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from checkpoint import Checkpoint, Loader, check_groups, check_original, find_checkpoint
+from checkpoint import Checkpoint, Loader, find_checkpoint
 from extra.files import one_line_errors
-from extra.hardware import DTYPES, check_choice, check_memory, pick_device
+from extra.hardware import DTYPES, check_choice, check_groups, check_memory, pick_device
 from extra.names import formats_of, model_tensors, tensor_in, weight_bytes
 from extra.sources import SAVED, SAVED_LAYOUT, saved_matrix
 from formats import Format
@@ -46,7 +46,7 @@ def save(
         raise FileExistsError(f"{to} is not an empty folder: save to a new one")
     checkpoint = Checkpoint(folder)
     config = checkpoint.config
-    check_original(checkpoint, format)
+    checkpoint.check_original(format)
     on = pick_device(device)
     as_dtype = DTYPES.get(dtype, checkpoint.dtype)
     formats = formats_of(config, FORMATS[format])
