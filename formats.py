@@ -15,13 +15,13 @@ from __future__ import annotations  # tl.constexpr is not evaluated where there 
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from launch import EMULATED, jit, tl
+from launch import EMULATED, cache_key, jit, tl
 
 Tensors = tuple[Tensor, ...]  # what a format stores for a matrix, codes first
 Shapes = dict[str, tuple[torch.dtype, tuple[int, int]]]  # type and shape of each of these, by name
@@ -32,9 +32,9 @@ Shapes = dict[str, tuple[torch.dtype, tuple[int, int]]]  # type and shape of eac
 
 @dataclass(frozen=True, eq=False)
 class Format:
-    """A way to store a matrix W [N, K]. Kernels receive the stored tensors as a tuple w, and these
-    functions and numbers as constants. They never look at how many tensors there are, or of which
-    type.
+    """A way to store a matrix W [N, K]. Kernels receive the stored tensors as a tuple w, and the
+    format as a constant, FORMAT, whose functions they call. They never look at how many tensors
+    there are, or of which type.
 
     load(w, start, k, left, COLUMNS, NEIGHBOURS, GROUP)
         A tile as stored, COLUMNS weights of each of its rows. start [R, 1]: where these rows begin
@@ -54,7 +54,7 @@ class Format:
         first puts the two codes in the lower half of register SOURCE as a half2 into p, the second
         those in the upper half. They may use a and b, of 16 bits, and q, of 32. None if there are
         no such products.
-    columns(places, K)
+    column_at(places, K)
         The columns whose weights are stored in these places of a row. Runs of eight columns stay
         together. None if all are in order.
 
@@ -76,11 +76,11 @@ class Format:
     scales_of: Callable | None = None
     gain: float | None = None
     half2: tuple[str, str] | None = None
-    columns: Callable | None = None
+    column_at: Callable | None = None
     stream_load: Callable | None = None
     stream_sums: Callable | None = None
     sum_x: int = 16  # see stream_sums
-    neighbours: int = 8  # weights that a thread must get for products in half precision
+    in_thread: int = 8  # weights that a thread must get for products in half precision
     peak: float = 16.0  # the largest magnitude to which x is scaled for them
     # How many columns share a scale. Where a matrix is cut by columns, each part has a multiple of
     # that
@@ -91,6 +91,10 @@ class Format:
     # to E4M3; 0 in others
     bound: float = 0.0
     codes_each: int = 1  # codes in an element of the first tensor
+
+    @property
+    def cache_key(self) -> str:
+        return cache_key(getattr(self, field.name) for field in fields(self))
 
     def at(self, name: str) -> Format:
         """The format for the model's matrix of this name. A format may keep some of them in another
@@ -158,17 +162,6 @@ class Format:
     def on(self, device: torch.device) -> Format:
         """The format as kernels on this device decode it."""
         return self
-
-    def decoding(self) -> dict[str, Any]:
-        """The constants of a kernel that decodes tiles."""
-        return dict(
-            LOAD=self.load,
-            GROUP=self.group,
-            VALUES=self.values,
-            SCALES=self.scales_of,
-            COLUMNS=self.columns,
-            GAIN=self.gain,
-        )
 
     def can_be_cut(self, K: int, part: int) -> bool:
         """Whether a stored matrix of K columns can be cut into parts of `part` columns each."""
@@ -239,7 +232,7 @@ class Grouped(Format):
     turns: int = 1  # runs of eight columns that are rotated among themselves, see rotated
 
     def runs(self, K: int, device: torch.device) -> Tensor:
-        """The order in which runs of eight columns are stored, int64 [K / 8]: `columns` for
+        """The order in which runs of eight columns are stored, int64 [K / 8]: `column_at` for
         torch."""
         return rotated(torch.arange(K // 8, device=device), self.turns)
 
@@ -469,20 +462,20 @@ def row_scale(w, rows, mask, GAIN: tl.constexpr):
 
 
 @jit
-def columns_of(places, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """See Format.columns. Unless eight neighbours have a dimension of their own, loads are not
+def columns_of(places, K: tl.constexpr, FORMAT: tl.constexpr):
+    """See Format.column_at. Unless eight neighbours have a dimension of their own, loads are not
     vectorised: the compiler does not see through the arithmetic."""
-    if COLUMNS is None:
+    if FORMAT.column_at is None:
         return places
     else:
-        return COLUMNS(places, K)
+        return FORMAT.column_at(places, K)
 
 
 @jit
-def load_vector(x, k, offs_k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+def load_vector(x, k, offs_k, K: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
     """Load x for the weights that are stored in places k + offs_k. The interpreter gets fp32, since
     its own bf16 products are wrong."""
-    pointers = x + columns_of(k + offs_k, K, COLUMNS)
+    pointers = x + columns_of(k + offs_k, K, FORMAT)
     if K % BLOCK == 0:
         tile = tl.load(pointers)
     else:

@@ -58,6 +58,7 @@ from formats import Format, Matrix
 from fp8 import E4M3, E5M2
 from launch import gdc_launch_dependents, gdc_wait, jit, launch, saturated, tl, triton
 from products import (
+    STORE_ROWS,
     Epilogue,
     Product,
     even_and_odd,
@@ -65,12 +66,10 @@ from products import (
     launch_product,
     library_product,
     linear_ref,
-    prepare_rows,
     rmsnorm,
     rmsnorm_ref,
     rows_and_tokens,
     silu_mul,
-    store_rows,
 )
 from sampling import sample, sample_ref
 
@@ -257,12 +256,12 @@ def rmsnorm_qkv_rope(
         qkv = library_product(product, accumulate)
     elif layer.qk_norm is None:
         args = (q, k_cache, v_cache, state.rope, state.device_pos)
-        launch_product(product, Epilogue(_prepare_rope, _store_rope, args, sizes))
+        launch_product(product, Epilogue(_prepare_rope, _store_rope, sizes), args)
         return q
     else:
         # The norm of q and k needs whole heads, of which an epilogue gets only some rows
         qkv = x.new_empty(T, layer.wqkv.rows, dtype=torch.float32)
-        launch_product(product, Epilogue(prepare_rows, store_rows, (qkv,)))
+        launch_product(product, STORE_ROWS, (qkv,))
     _launch_rope(qkv, q, layer, state, sizes, accumulate == "fp16")
     return q
 
@@ -343,8 +342,7 @@ def _linear(x: Tensor, w: Matrix, out: Tensor, accumulate: str, added: bool) -> 
     product = Product("linear_add", x, w)
     if not is_fused(product):
         return library_product(product, accumulate, out, added)
-    epilogue = Epilogue(prepare_rows, store_rows, (out,), added=0 if added else None)
-    launch_product(product, epilogue)
+    launch_product(product, STORE_ROWS._replace(added=0 if added else None), (out,))
     return out
 
 
@@ -420,7 +418,7 @@ def rmsnorm_swiglu(
     out = x.new_empty(T, F)
     product = Product("rmsnorm_swiglu", x, layer.w13, layer.ffn_norm, state.norm_eps)
     if is_fused(product):
-        launch_product(product, Epilogue(_prepare_swiglu, _store_swiglu, (out,)))
+        launch_product(product, Epilogue(_prepare_swiglu, _store_swiglu), (out,))
     else:
         ab = library_product(product, accumulate)
         sizes = dict(BLOCK=1024, FP16_SUMS=accumulate == "fp16")
@@ -443,7 +441,7 @@ def rmsnorm_linear(
     product = Product("rmsnorm_linear", x, w, norm, state.norm_eps)
     if not is_fused(product):
         return out.copy_(library_product(product, accumulate))
-    launch_product(product, Epilogue(prepare_rows, store_rows, (out,)))
+    launch_product(product, STORE_ROWS, (out,))
     return out
 
 

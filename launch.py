@@ -35,7 +35,7 @@ from __future__ import annotations  # tl.constexpr is not evaluated where there 
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from contextvars import ContextVar, copy_context
@@ -116,6 +116,19 @@ def start(kernel, grid: tuple[int, ...], device: torch.device, *args, **constant
             kernel[grid](*args, **constants)
 
 
+def cache_key(parts: Iterable) -> str:
+    """What makes up an object that kernels get as a constant: numbers, and the sources of Triton
+    functions. Triton's cache on disk asks for it under this name; otherwise it would go by the
+    names of the functions, and run an old kernel after one was edited."""
+    found = []
+    for part in parts:
+        if isinstance(part, int | float | tuple | None):
+            found.append(part)
+        elif hasattr(part, "cache_key"):
+            found.append(part.cache_key)
+    return str(found)
+
+
 _only_compile: ContextVar[bool] = ContextVar("only compile", default=False)
 
 
@@ -138,7 +151,7 @@ def compile_kernels(run: Callable[[], object], device: torch.device) -> None:
 
 
 class Scratch:
-    """Memory that kernels keep between launches, found by name and shape. It belongs to one state,
+    """Memory that kernels keep between launches, found by name, shape and type. It belongs to one state,
     whose kernels run one after another on one stream."""
 
     def __init__(self, device: torch.device):
@@ -148,9 +161,10 @@ class Scratch:
     def zeros(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns a tensor of zeros the first time, and later the same tensor as kernels left
         it."""
-        if (name, shape) not in self._tensors:
-            self._tensors[name, shape] = torch.zeros(shape, dtype=dtype, device=self.device)
-        return self._tensors[name, shape]
+        key = (name, shape, dtype)
+        if key not in self._tensors:
+            self._tensors[key] = torch.zeros(shape, dtype=dtype, device=self.device)
+        return self._tensors[key]
 
 
 # ---- in kernels: programmatic dependent launch

@@ -16,9 +16,9 @@ Read in this order:
                     compute-bound, and runs at the card's product rate (BENCHMARKS.md). Experts have
                     a kernel in its place, in extra/experts.py
 
-A kernel is told how W is stored: LOAD, VALUES, SCALES, COLUMNS, GROUP and GAIN are what
-formats.Format describes. It adds the bias [N] before the epilogue; without one, None is passed, and
-the kernel is compiled without that step."""
+A kernel is told how W is stored, and what an op does with y: FORMAT, a formats.Format, and EPILOGUE
+are objects whose functions it calls. It adds the bias [N] before the epilogue; without one, None is
+passed, and the kernel is compiled without that step."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
@@ -47,6 +47,7 @@ from fp8 import E4M3, E4M3_NATIVE, Float8
 from launch import (
     EMULATED,
     FewSizes,
+    cache_key,
     capability,
     constexpr,
     few_sizes,
@@ -158,18 +159,21 @@ class Product(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What an op does with a product: two kernel functions, and their own arguments and sizes.
-    prepare_rows and store_rows below are the simplest ones."""
+    """What an op does with a product. A kernel gets it as a constant, EPILOGUE, and calls its two
+    functions with tensors of the op's own, args. STORE_ROWS below is the simplest one."""
 
     # (args, row, T, N, ROWS, TOKENS, SIZES) -> ready: what need not wait for the product of ROWS
-    # rows from `row` on
+    # rows from `row` on. Rows from N on are not to be stored; N is at most how many the matrix has
     prepare: object
     # (args, y, ready, row, T, N, ROWS, TOKENS, SIZES), with y [ROWS, TOKENS], or [ROWS] with one
     # token
     store: object
-    args: tuple  # tensors
-    sizes: tuple = ()  # a NamedTuple of ints
+    sizes: tuple = ()  # a NamedTuple of ints: SIZES
     added: int | None = None  # which of args is added to y: [N] with one token, [T, N] with a few
+
+    @property
+    def cache_key(self) -> str:
+        return cache_key(self)
 
 
 @jit
@@ -210,6 +214,9 @@ def store_rows(
     """Store y in args[0] [T, N]."""
     rows, t = ready
     tl.store(args[0] + t * N + rows, y.to(args[0].dtype.element_ty), mask=(rows < N) & (t < T))
+
+
+STORE_ROWS = Epilogue(prepare_rows, store_rows)
 
 
 # ---- stacks: matrices of equal shape in one Matrix, one after the other, as experts have them
@@ -314,11 +321,11 @@ _HALF2_REGISTERS = constexpr("=&r,=&r" + 6 * ",r")
 
 
 @jit
-def _half2_sums(w_tile, x_tile, VALUES: tl.constexpr, HALF2_ASM: tl.constexpr):
+def _half2_sums(w_tile, x_tile, FORMAT: tl.constexpr, HALF2_ASM: tl.constexpr):
     """Multiply codes [ROWS, BLOCK] by halves [1, BLOCK] and add up every eight neighbours: float32
     [ROWS, BLOCK / 8]. The interpreter returns all products, [ROWS, BLOCK]."""
     if EMULATED:
-        return VALUES(w_tile).to(tl.float32) * x_tile.to(tl.float32)
+        return FORMAT.values(w_tile, FORMAT.scales_of).to(tl.float32) * x_tile.to(tl.float32)
     else:
         sums = tl.inline_asm_elementwise(
             HALF2_ASM, _HALF2_REGISTERS, [w_tile, x_tile], dtype=tl.int8, is_pure=True, pack=8
@@ -337,7 +344,7 @@ def _power_of_two(x):
 
 @jit
 def _range_of(
-    x, x_tile, norm, eps, offs_k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PEAK: tl.constexpr
+    x, x_tile, norm, eps, offs_k, K: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr
 ):  # fmt: skip
     """Returns the power of two by which x is multiplied for products in half precision, and 1 /
     rms(x), or 1 without a norm. With a norm the power follows from the root mean square (see CREST),
@@ -345,16 +352,16 @@ def _range_of(
     squares = x_tile.to(tl.float32) * x_tile.to(tl.float32)
     peaks = tl.abs(x_tile)
     for k in tl.static_range(BLOCK, K, BLOCK):
-        x_next = load_vector(x, k, offs_k, K, BLOCK, COLUMNS)
+        x_next = load_vector(x, k, offs_k, K, BLOCK, FORMAT)
         squares += x_next.to(tl.float32) * x_next.to(tl.float32)
         peaks = tl.maximum(peaks, tl.abs(x_next))
     if norm is not None:
         inv_rms = tl.rsqrt(tl.sum(squares) / K + eps)
-        power = _power_of_two(inv_rms) * (PEAK / CREST)
+        power = _power_of_two(inv_rms) * (FORMAT.peak / CREST)
     else:
         inv_rms = tl.full([], 1.0, tl.float32)
         peak = tl.maximum(tl.max(peaks).to(tl.float32), 1e-30)
-        power = _power_of_two(tl.minimum(PEAK / peak, 32768.0))
+        power = _power_of_two(tl.minimum(FORMAT.peak / peak, 32768.0))
     return power, inv_rms
 
 
@@ -369,43 +376,41 @@ def _range_of(
 @jit
 def _vector_kernel(
     x, norm, w, bias, eps, args, ids, N: tl.constexpr, K: tl.constexpr, SUMMED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    LOAD: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr, SCALES: tl.constexpr, COLUMNS: tl.constexpr,
-    GAIN: tl.constexpr, HALF2_ASM: tl.constexpr, PEAK: tl.constexpr,
-    PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, HALF2_ASM: tl.constexpr, FORMAT: tl.constexpr,
+    EPILOGUE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token: rmsnorm(x) W^T, or x W^T where norm is None, for ROWS rows of W, read BLOCK
     columns at a time. The norm's factor 1 / rms(x) is one number for all of x, so it is applied to
-    the sums. For products in half precision, x is read twice, first for its range. args and SIZES
-    are the epilogue's own: PREPARE loads before the wait what STORE will use."""
+    the sums. For products in half precision, x is read twice, first for its range. args are
+    those of the epilogue, which loads before the wait what it will store with."""
     if ids is not None and SUMMED == 1:
         gdc_wait(PDL)
     gdc_launch_dependents(PDL)
     row = tl.program_id(0) * ROWS
-    ready = PREPARE(args, row, 1, N, ROWS, 1, SIZES)
+    ready = EPILOGUE.prepare(args, row, 1, N, ROWS, 1, EPILOGUE.sizes)
     rows = row + tl.arange(0, ROWS)
     first = first_rows(ids, N, SUMMED)
     start, scales = (), ()
     for slot in tl.static_range(SUMMED):
         start += ((tl.minimum(rows, N - 1).to(tl.int64) + first[slot])[:, None] * K,)
-        if GAIN is not None and SUMMED > 1:
-            scales += (row_scale(w, first[slot] + rows, rows < N, GAIN),)
+        if FORMAT.gain is not None and SUMMED > 1:
+            scales += (row_scale(w, first[slot] + rows, rows < N, FORMAT.gain),)
     # Before the wait: fetch the first tiles of what no kernel writes. A thread gets eight
     # neighbours of W, as many as of a 16-bit x: otherwise 8-bit tiles would go through shared
     # memory to meet x
-    w_tile = LOAD(w, start[0], 0, None if K % BLOCK == 0 else K, BLOCK, 8, GROUP)
+    w_tile = FORMAT.load(w, start[0], 0, None if K % BLOCK == 0 else K, BLOCK, 8, FORMAT.group)
     offs_k = tl.arange(0, BLOCK)[None, :]
     if norm is not None:
-        norm_tile = load_vector(norm, 0, offs_k, K, BLOCK, COLUMNS)
+        norm_tile = load_vector(norm, 0, offs_k, K, BLOCK, FORMAT)
     if bias is not None:
         biases = tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)
     gdc_wait(PDL)
-    if ADDED is not None:
-        added = tl.load(args[ADDED] + rows, mask=rows < N, other=0.0).to(tl.float32)
-    x_tile = load_vector(x, 0, offs_k, K, BLOCK, COLUMNS)
+    if EPILOGUE.added is not None:
+        added = tl.load(args[EPILOGUE.added] + rows, mask=rows < N, other=0.0).to(tl.float32)
+    x_tile = load_vector(x, 0, offs_k, K, BLOCK, FORMAT)
     if HALF2_ASM is not None:
-        x_all = x_tile if SUMMED == 1 else load_vector(x, 0, offs_k, SUMMED * K, BLOCK, COLUMNS)
-        power, inv_rms = _range_of(x, x_all, norm, eps, offs_k, SUMMED * K, BLOCK, COLUMNS, PEAK)
+        x_all = x_tile if SUMMED == 1 else load_vector(x, 0, offs_k, SUMMED * K, BLOCK, FORMAT)
+        power, inv_rms = _range_of(x, x_all, norm, eps, offs_k, SUMMED * K, BLOCK, FORMAT)
     elif norm is not None:
         squares = x_tile.to(tl.float32) * x_tile.to(tl.float32)
     for slot in tl.static_range(SUMMED):
@@ -414,25 +419,25 @@ def _vector_kernel(
             w_now = w_tile
             if k + BLOCK < K:
                 left = None if K % BLOCK == 0 else K - k - BLOCK
-                w_tile = LOAD(w, start[slot], k + BLOCK, left, BLOCK, 8, GROUP)
+                w_tile = FORMAT.load(w, start[slot], k + BLOCK, left, BLOCK, 8, FORMAT.group)
             elif slot + 1 < SUMMED:
                 left = None if K % BLOCK == 0 else K
-                w_tile = LOAD(w, start[slot + 1], 0, left, BLOCK, 8, GROUP)
+                w_tile = FORMAT.load(w, start[slot + 1], 0, left, BLOCK, 8, FORMAT.group)
             x_now = x_tile
             if slot + k > 0:
-                x_now = load_vector(x + slot * K, k, offs_k, K, BLOCK, COLUMNS)
+                x_now = load_vector(x + slot * K, k, offs_k, K, BLOCK, FORMAT)
             if k > 0 and HALF2_ASM is None and norm is not None:
                 squares += x_now.to(tl.float32) * x_now.to(tl.float32)
             x_now = x_now.to(tl.float32) if HALF2_ASM is None else x_now * power.to(x_now.dtype)
             if norm is not None:
                 x_now *= norm_tile.to(x_now.dtype)
                 if k + BLOCK < K:
-                    norm_tile = load_vector(norm, k + BLOCK, offs_k, K, BLOCK, COLUMNS)
+                    norm_tile = load_vector(norm, k + BLOCK, offs_k, K, BLOCK, FORMAT)
             if HALF2_ASM is None:
-                sums = VALUES(w_now, SCALES).to(tl.float32) * x_now
+                sums = FORMAT.values(w_now, FORMAT.scales_of).to(tl.float32) * x_now
             else:
-                sums = _half2_sums(w_now, x_now.to(tl.float16), VALUES, HALF2_ASM)
-            if GAIN is not None and SUMMED > 1:
+                sums = _half2_sums(w_now, x_now.to(tl.float16), FORMAT, HALF2_ASM)
+            if FORMAT.gain is not None and SUMMED > 1:
                 sums *= scales[slot][:, None]
             if slot + k == 0:
                 acc = sums
@@ -443,13 +448,13 @@ def _vector_kernel(
         y *= inv_rms / power
     elif norm is not None:
         y *= tl.rsqrt(tl.sum(squares) / K + eps)
-    if GAIN is not None and SUMMED == 1:
-        y *= row_scale(w, first[0] + rows, rows < N, GAIN)
+    if FORMAT.gain is not None and SUMMED == 1:
+        y *= row_scale(w, first[0] + rows, rows < N, FORMAT.gain)
     if bias is not None:
         y += biases
-    if ADDED is not None:
+    if EPILOGUE.added is not None:
         y = added + y
-    STORE(args, y, ready, row, 1, N, ROWS, 1, SIZES)
+    EPILOGUE.store(args, y, ready, row, 1, N, ROWS, 1, EPILOGUE.sizes)
 
 
 # ---- a few tokens
@@ -485,7 +490,7 @@ MAX_FEW = 16  # tokens
 @jit
 def _load_few_weights(
     w, first, row, k: tl.constexpr, N, K: tl.constexpr, EACH: tl.constexpr, TILE: tl.constexpr,
-    LOAD: tl.constexpr, GROUP: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Load TILE.rows rows of the matrix whose N rows begin at row `first` of W, from its `row` on,
     and of each of them TILE.warps * TILE.steps * 64 bytes from column k on. A thread gets EACH
@@ -502,7 +507,7 @@ def _load_few_weights(
     col = k + step * (4 * EACH) + lane % TILE.lanes * EACH
     start = (tl.minimum(rows, N - 1).to(tl.int64) + first) * K
     left = None if k + TILE.warps * TILE.steps * 4 * EACH <= K else K - col
-    return LOAD(w, start, col, left, EACH, EACH, GROUP)
+    return FORMAT.load(w, start, col, left, EACH, EACH, FORMAT.group)
 
 
 @jit
@@ -527,7 +532,7 @@ def _weights_operand(tile, TILE: tl.constexpr):
 @jit
 def _tokens_operand(
     x, k: tl.constexpr, T, slots, K: tl.constexpr, TOKENS: tl.constexpr, EACH: tl.constexpr,
-    TILE: tl.constexpr, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr,
+    TILE: tl.constexpr, FORMAT: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """The columns of x that belong to such a tile, as [warps, columns of a warp, tokens], loaded
     with eight neighbours a thread. Where there are fewer tokens than TOKENS, the last one is
@@ -539,7 +544,7 @@ def _tokens_operand(
     t = register // (TILE.steps * PARTS) * 8 + lane // 4
     step = warp * TILE.steps + register // PARTS % TILE.steps
     stored = k + step * (4 * EACH) + lane % 4 * EACH + register % PARTS * 8 + e
-    cols = columns_of(stored, K, COLUMNS)
+    cols = columns_of(stored, K, FORMAT)
     t = tl.minimum(t, T - 1)
     if EXPERTS is not None:
         t = tl.load(slots + t) // EXPERTS.shared
@@ -559,10 +564,8 @@ def _tokens_operand(
 @jit
 def _few_kernel(
     x, w, bias, T, args, order, counts, N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr,
-    EACH: tl.constexpr, TILE: tl.constexpr, EXPERTS: tl.constexpr,
-    LOAD: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr, SCALES: tl.constexpr, COLUMNS: tl.constexpr,
-    GAIN: tl.constexpr,
-    PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
+    EACH: tl.constexpr, TILE: tl.constexpr, EXPERTS: tl.constexpr, FORMAT: tl.constexpr,
+    EPILOGUE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """T tokens: x W^T for TILE.rows rows of W. See _vector_kernel for the epilogue.
 
@@ -581,18 +584,16 @@ def _few_kernel(
         first = expert.to(tl.int64) * N
         slots += begin
         args = args + (slots,)
-    ready = PREPARE(args, row, T, N, TILE.rows, TOKENS, SIZES)
+    ready = EPILOGUE.prepare(args, row, T, N, TILE.rows, TOKENS, EPILOGUE.sizes)
     BLOCK: tl.constexpr = TILE.warps * TILE.steps * 4 * EACH
     # Without experts before the wait: the first tiles of W, the scales and the bias
     w_tiles = ()
     for k in tl.static_range(0, TILE.ahead * BLOCK, BLOCK):
         if k < K:
-            w_tiles = w_tiles + (
-                _load_few_weights(w, first, row, k, N, K, EACH, TILE, LOAD, GROUP),
-            )
-    if GAIN is not None:
+            w_tiles = w_tiles + (_load_few_weights(w, first, row, k, N, K, EACH, TILE, FORMAT),)
+    if FORMAT.gain is not None:
         rows = row + tl.arange(0, TILE.rows)[:, None]
-        scales = row_scale(w, first + rows, rows < N, GAIN)
+        scales = row_scale(w, first + rows, rows < N, FORMAT.gain)
     if bias is not None:
         offs_n = row + tl.arange(0, TILE.rows)[:, None]
         biases = tl.load(bias + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
@@ -604,26 +605,24 @@ def _few_kernel(
         w_tiles = w_tiles[1:]
         if k + TILE.ahead * BLOCK < K:
             w_tiles = w_tiles + (
-                _load_few_weights(
-                    w, first, row, k + TILE.ahead * BLOCK, N, K, EACH, TILE, LOAD, GROUP
-                ),
+                _load_few_weights(w, first, row, k + TILE.ahead * BLOCK, N, K, EACH, TILE, FORMAT),
             )
-        b = _tokens_operand(x, k, T, slots, K, TOKENS, EACH, TILE, COLUMNS, EXPERTS)
-        a = _weights_operand(VALUES(w_tile, SCALES).to(b.dtype), TILE)
+        b = _tokens_operand(x, k, T, slots, K, TOKENS, EACH, TILE, FORMAT, EXPERTS)
+        a = _weights_operand(FORMAT.values(w_tile, FORMAT.scales_of).to(b.dtype), TILE)
         if EMULATED:  # the interpreter's own bf16 products are wrong
             acc += tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
         else:
             acc = tl.dot(a, b, acc)
     y = tl.sum(acc, 0)
-    if GAIN is not None:
+    if FORMAT.gain is not None:
         y *= scales
     if bias is not None:
         y += biases
-    if ADDED is not None:
+    if EPILOGUE.added is not None:
         rows, t = rows_and_tokens(row, TILE.rows, TOKENS)
-        added = tl.load(args[ADDED] + t * N + rows, mask=(rows < N) & (t < T), other=0.0)
+        added = tl.load(args[EPILOGUE.added] + t * N + rows, mask=(rows < N) & (t < T), other=0.0)
         y += added.to(tl.float32)
-    STORE(args, y, ready, row, T, N, TILE.rows, TOKENS, SIZES)
+    EPILOGUE.store(args, y, ready, row, T, N, TILE.rows, TOKENS, EPILOGUE.sizes)
 
 
 # ---- launching
@@ -635,7 +634,7 @@ class Plan(NamedTuple):
     kernel: object
     grid: tuple[int, int]  # programs that share the rows of a matrix; matrices, or blocks of slots
     warps: int
-    constants: dict[str, Any]  # what it is compiled for, besides N, K and the epilogue
+    constants: dict[str, Any]  # what it is compiled for, besides N, K, format and epilogue
 
 
 def is_fused(product: Product) -> bool:
@@ -645,46 +644,46 @@ def is_fused(product: Product) -> bool:
     return T == 1 or few_tile(product, T) is not None
 
 
-def launch_product(product: Product, epilogue: Epilogue) -> None:
-    """A product handed to an epilogue, where is_fused says so."""
+def launch_product(product: Product, epilogue: Epilogue, args: tuple) -> None:
+    """A product handed to an epilogue, where is_fused says so. args: of the epilogue."""
     T = len(product.x)
     if T == 1:
-        launch_single(product, epilogue)
+        launch_single(product, epilogue, args)
     else:
-        launch_few(product, epilogue, T)
+        launch_few(product, epilogue, args, T)
 
 
-def launch_single(product: Product, epilogue: Epilogue, stack: Stack | None = None) -> None:
+def launch_single(
+    product: Product, epilogue: Epilogue, args: tuple, stack: Stack | None = None
+) -> None:
     """launch_product of one token; with a stack, of some of its matrices."""
     op, x, w, norm, eps = product
     assert stack is None or w.bias is None, "matrices of a stack have no bias"
     stack = stack or Stack(None, w.rows, 1)
     format = format_of(w)
     aligned = x.element_size() == 2 and x.data_ptr() % 16 == 0
-    in_half2 = aligned and w.columns % format.neighbours == 0
+    in_half2 = aligned and w.columns % format.in_thread == 0
     # stream_kernel takes matrices that are added up as a single one, as wide as all (Format.whole)
     side_by_side = stack.summed == 1 or w.columns % format.whole == 0
     if in_half2 and format.stream_load and side_by_side:
         plan = _stream_plan(op, w, format, stack)
     else:
         plan = _vector_plan(op, w, format, stack, in_half2)
-    args = (x, norm, w.tensors, w.bias, eps, epilogue.args, stack.ids)
-    launch_plan(plan, args, w, stack.rows, epilogue, SUMMED=stack.summed, ADDED=epilogue.added)
+    args = (x, norm, w.tensors, w.bias, eps, args, stack.ids)
+    launch_plan(plan, args, w, stack.rows, epilogue, SUMMED=stack.summed)
 
 
 def _vector_plan(op: str, w: Matrix, format: Format, stack: Stack, in_half2: bool) -> Plan:
     """in_half2: whether x allows products in half precision."""
     K = w.columns
     sizes = vector_sizes(w.data.device, w.bits, op, K)
-    least = 32 * format.neighbours  # columns that a warp takes at once
+    least = 32 * format.in_thread  # columns that a warp takes at once
     block = min(sizes.block, max(least, triton.next_power_of_2(K)))
     warps = min(sizes.warps, max(1, block // least))
     asm = None
     if in_half2 and format.half2 and block >= least * warps:
         asm = half2_asm(format.half2)
-    constants = dict(
-        ROWS=sizes.rows, BLOCK=block, HALF2_ASM=asm, PEAK=format.peak, **format.decoding()
-    )
+    constants = dict(ROWS=sizes.rows, BLOCK=block, HALF2_ASM=asm)
     grid = (triton.cdiv(stack.rows, sizes.rows), stack.products)
     return Plan(_vector_kernel, grid, warps, constants)
 
@@ -700,14 +699,6 @@ def _stream_plan(op: str, w: Matrix, format: Format, stack: Stack) -> Plan:
         TILES=tiles,
         BLOCK=block,
         STAGES=sizes.stages,
-        LOAD=format.stream_load,
-        SUMS=format.stream_sums,
-        GROUP=format.group,
-        SCALES=format.scales_of,
-        COLUMNS=format.columns,
-        GAIN=format.gain,
-        SUM_X=format.sum_x,
-        PEAK=format.peak,
     )
     grid = (triton.cdiv(stack.rows, sizes.rows * tiles), stack.products)
     return Plan(stream_kernel, grid, block // 2048, constants)
@@ -735,7 +726,7 @@ def _padded(tokens: int) -> int:
 
 
 def launch_few(
-    product: Product, epilogue: Epilogue, tokens: int, slots: Slots | None = None
+    product: Product, epilogue: Epilogue, args: tuple, tokens: int, slots: Slots | None = None
 ) -> None:
     """launch_product of a few tokens; with slots, of theirs with the matrices of their experts."""
     w, K = product.w, product.w.columns
@@ -748,17 +739,17 @@ def launch_few(
         rows, count = w.rows // len(counts), len(order)
         blocks = min(count, len(counts))
     sizes = few_tile(product, tokens)
+    assert sizes is not None, (product.op, product.x.shape, product.x.dtype, w.shape)
     each = triton.next_power_of_2(16 * 8 // w.bits)  # weights that a thread loads at once
     warps = min(sizes.warps, max(1, triton.next_power_of_2(K) // (4 * each * sizes.steps)))
     constants = dict(
         TOKENS=_padded(tokens),
         EACH=each,
         TILE=sizes._replace(warps=warps),
-        **format_of(w).decoding(),
     )
     plan = Plan(_few_kernel, (triton.cdiv(rows, sizes.rows), blocks), warps, constants)
-    args = (product.normed(), w.tensors, w.bias, count, epilogue.args, order, counts)
-    launch_plan(plan, args, w, rows, epilogue, EXPERTS=experts, ADDED=epilogue.added)
+    args = (product.normed(), w.tensors, w.bias, count, args, order, counts)
+    launch_plan(plan, args, w, rows, epilogue, EXPERTS=experts)
 
 
 def launch_plan(
@@ -776,9 +767,8 @@ def launch_plan(
         K=w.columns,
         **constants,
         **plan.constants,
-        PREPARE=epilogue.prepare,
-        STORE=epilogue.store,
-        SIZES=epilogue.sizes,
+        FORMAT=format_of(w),
+        EPILOGUE=epilogue,
         warps=plan.warps,
     )
 
@@ -788,34 +778,32 @@ def launch_plan(
 
 @jit
 def _recode_kernel(
-    w, out, scales, N, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, LOAD: tl.constexpr,
-    GROUP: tl.constexpr, VALUES: tl.constexpr, SCALES: tl.constexpr, COLUMNS: tl.constexpr,
-    GAIN: tl.constexpr, ENCODE: tl.constexpr, BOUND: tl.constexpr, PDL: tl.constexpr,
+    w, out, scales, N, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
+    ENCODE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Decode BLOCK columns of ROWS rows to the type of `out` or, where there are scales, to E4M3
     codes and the rows' scales."""
     gdc_launch_dependents(PDL)
     rows = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), N - 1).to(tl.int64)
     k = tl.program_id(1) * BLOCK
-    tile = LOAD(w, rows[:, None] * K, k, K - k, BLOCK, 8, GROUP)
-    y = VALUES(tile, SCALES).to(tl.float32).reshape(ROWS, BLOCK // 8, 8)
+    tile = FORMAT.load(w, rows[:, None] * K, k, K - k, BLOCK, 8, FORMAT.group)
+    y = FORMAT.values(tile, FORMAT.scales_of).to(tl.float32).reshape(ROWS, BLOCK // 8, 8)
     offs_k = k + tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
     mask = (offs_k < K)[None, :, :]
-    pointers = out + rows[:, None, None] * K + columns_of(offs_k, K, COLUMNS)[None, :, :]
+    pointers = out + rows[:, None, None] * K + columns_of(offs_k, K, FORMAT)[None, :, :]
     scale = tl.full([ROWS], 1.0, tl.float32)
-    if GAIN is not None:
-        scale = row_scale(w, rows, rows >= 0, GAIN)
+    if FORMAT.gain is not None:
+        scale = row_scale(w, rows, rows >= 0, FORMAT.gain)
     gdc_wait(PDL)  # only now, since no kernel writes weights
     if scales is None:
         tl.store(pointers, (y * scale[:, None, None]).to(out.dtype.element_ty), mask=mask)
     else:
-        tl.store(pointers, ENCODE(y * (256.0 / BOUND)), mask=mask)
-        tl.store(scales + rows, scale * (BOUND / 256.0))
+        tl.store(pointers, ENCODE(y * (256.0 / FORMAT.bound)), mask=mask)
+        tl.store(scales + rows, scale * (FORMAT.bound / 256.0))
 
 
 def recode(w: Matrix, out: Tensor, scales: Tensor | None) -> None:
     N, K = w.shape
-    format = format_of(w)
     block = min(4096, triton.next_power_of_2(K))
     rows = 4096 // block
     launch(
@@ -829,9 +817,8 @@ def recode(w: Matrix, out: Tensor, scales: Tensor | None) -> None:
         K=K,
         ROWS=rows,
         BLOCK=block,
-        **format.decoding(),
+        FORMAT=format_of(w),
         ENCODE=E4M3.on(out.device).encode_tile,
-        BOUND=format.bound,
         warps=4,
     )
 

@@ -53,8 +53,8 @@ MUTANTS = [
     ),
     Mutant(
         "extra/stream.py",
-        "x_part[1], SCALES) * x_part[2]",
-        "x_part[1], SCALES)",
+        "x_part[1], FORMAT.scales_of) * x_part[2]",
+        "x_part[1], FORMAT.scales_of)",
         "products_with_4_bit",
     ),
     Mutant(
@@ -71,7 +71,7 @@ MUTANTS = [
     ),
     Mutant(
         "products.py",
-        "(acc, 0)\n    if GAIN is not None:",
+        "(acc, 0)\n    if FORMAT.gain is not None:",
         "(acc, 0)\n    if False:",
         "products_do_not_depend",
     ),

@@ -26,7 +26,7 @@ from torch.nn import functional
 
 import products
 from attention import LayerView, StateView
-from formats import Matrix, columns_of, format_of, row_scale
+from formats import Matrix, columns_of, row_scale
 from fp8 import E4M3, E4M3_NATIVE
 from launch import (
     EMULATED,
@@ -296,9 +296,9 @@ def slots_ref(x: Tensor, w: Matrix, N: int, routes: Routes) -> Tensor:
 
 
 @jit
-def _tile_of_x(x, rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr, COLUMNS: tl.constexpr):
+def _tile_of_x(x, rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr):
     """Rows of x in columns k to k + BLOCK_K as W has them: [ROWS, BLOCK_K]."""
-    if COLUMNS is None:
+    if FORMAT.column_at is None:
         offs_k = k + tl.arange(0, BLOCK_K)
         pointers = x + rows[:, None] * K + offs_k[None, :]
         if K % BLOCK_K == 0:
@@ -308,7 +308,7 @@ def _tile_of_x(x, rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr, COLUMNS: tl.c
     else:
         runs = tl.arange(0, BLOCK_K // 8)[:, None] * 8
         stored = k + runs + tl.arange(0, 8)[None, :]
-        columns = columns_of(stored, K, COLUMNS)
+        columns = columns_of(stored, K, FORMAT)
         pointers = x + rows[:, None, None] * K + columns[None, :, :]
         tile = tl.load(pointers, mask=(stored < K)[None, :, :], other=0.0)
         return tile.reshape(rows.shape[0], BLOCK_K)
@@ -318,9 +318,7 @@ def _tile_of_x(x, rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr, COLUMNS: tl.c
 def _grouped_kernel(
     x, x_scales, w, args, order, counts, N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    LOAD: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr, SCALES: tl.constexpr, COLUMNS: tl.constexpr,
-    GAIN: tl.constexpr,
-    PREPARE: tl.constexpr, STORE: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
+    FORMAT: tl.constexpr, EPILOGUE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The products of up to TOKENS slots with ROWS rows of their expert, handed to an epilogue.
     With x_scales, the scales of its rows, x and W are 8-bit floats."""
@@ -337,20 +335,20 @@ def _grouped_kernel(
     start = w_rows[:, None] * K
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     for k in tl.range(0, K, BLOCK, num_stages=STAGES):
-        w_tile = LOAD(w, start, k, None if K % BLOCK == 0 else K - k, BLOCK, 8, GROUP)
-        x_tile = _tile_of_x(x, x_rows, k, K, BLOCK, COLUMNS)
+        w_tile = FORMAT.load(w, start, k, None if K % BLOCK == 0 else K - k, BLOCK, 8, FORMAT.group)
+        x_tile = _tile_of_x(x, x_rows, k, K, BLOCK, FORMAT)
         if EMULATED:  # the interpreter's own bf16 products are wrong
             x_tile = x_tile.to(tl.float32)
         if x_scales is None:
-            w_tile = VALUES(w_tile, SCALES).to(x_tile.dtype)
+            w_tile = FORMAT.values(w_tile, FORMAT.scales_of).to(x_tile.dtype)
         acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
     if x_scales is not None:
         acc *= tl.load(x_scales + x_rows)[None, :]
-    if GAIN is not None:
-        acc *= row_scale(w, w_rows, rows < N, GAIN)[:, None]
+    if FORMAT.gain is not None:
+        acc *= row_scale(w, w_rows, rows < N, FORMAT.gain)[:, None]
     args = args + (order + begin,)
-    ready = PREPARE(args, row, T, N, ROWS, TOKENS, SIZES)
-    STORE(args, acc, ready, row, T, N, ROWS, TOKENS, SIZES)
+    ready = EPILOGUE.prepare(args, row, T, N, ROWS, TOKENS, EPILOGUE.sizes)
+    EPILOGUE.store(args, acc, ready, row, T, N, ROWS, TOKENS, EPILOGUE.sizes)
 
 
 # How many slots an expert must have on average, before its 4-bit matrices are recoded for the 8-bit
@@ -377,7 +375,9 @@ def copy_bytes(w: Matrix, accumulate: str, each: int) -> int:
     return E4M3.nbytes(*w.shape)
 
 
-def _launch_grouped(product: Product, epilogue: Epilogue, slots: Slots, accumulate: str) -> None:
+def _launch_grouped(
+    product: Product, epilogue: Epilogue, args: tuple, slots: Slots, accumulate: str
+) -> None:
     """_launch_several by the kernel above: of a prompt, or of a few tokens for which launch.json has
     no sizes."""
     _, x, w, norm, eps = product
@@ -399,15 +399,16 @@ def _launch_grouped(product: Product, epilogue: Epilogue, slots: Slots, accumula
         ROWS=sizes.rows,
         BLOCK=sizes.columns * 2 // x.element_size(),
         STAGES=sizes.stages,
-        **format_of(w).decoding(),
     )
     blocks = min(count, triton.cdiv(count, sizes.block) + E - 1)
     plan = Plan(_grouped_kernel, (triton.cdiv(rows, sizes.rows), blocks), sizes.warps, constants)
-    args = (x, x_scales, tensors, epilogue.args, order, counts)
+    args = (x, x_scales, tensors, args, order, counts)
     products.launch_plan(plan, args, w, rows, epilogue, EXPERTS=experts)
 
 
-def _launch_several(product: Product, epilogue: Epilogue, routes: Routes, accumulate: str) -> None:
+def _launch_several(
+    product: Product, epilogue: Epilogue, args: tuple, routes: Routes, accumulate: str
+) -> None:
     """launch_product of several tokens: of all slots with the matrices of their experts. x has a
     row for each token or each slot."""
     T, k = routes.ids.shape
@@ -415,9 +416,9 @@ def _launch_several(product: Product, epilogue: Epilogue, routes: Routes, accumu
     experts = Experts(E, triton.next_power_of_2(E), T * k // len(product.x))
     slots = Slots(routes.order, routes.counts, experts)
     if products.few_tile(product, T):
-        products.launch_few(product, epilogue, T, slots)
+        products.launch_few(product, epilogue, args, T, slots)
     else:
-        _launch_grouped(product, epilogue, slots, accumulate)
+        _launch_grouped(product, epilogue, args, slots, accumulate)
 
 
 # ---- their epilogues
@@ -514,11 +515,12 @@ def swiglu(
     F = layer.w13.rows // layer.router.rows // 2
     h = x.new_empty(*routes.ids.shape, F)
     product = Product("experts_swiglu", x, layer.w13, layer.ffn_norm, state.norm_eps)
-    epilogue = Epilogue(_prepare_hidden, _store_hidden, (h, routes.weights), Hidden(F))
+    epilogue = Epilogue(_prepare_hidden, _store_hidden, Hidden(F))
+    args = (h, routes.weights)
     if len(x) == 1:
-        products.launch_single(product, epilogue, Stack(routes.ids[0], 2 * F, 1))
+        products.launch_single(product, epilogue, args, Stack(routes.ids[0], 2 * F, 1))
     else:
-        _launch_several(product, epilogue, routes, accumulate)
+        _launch_several(product, epilogue, args, routes, accumulate)
     return h
 
 
@@ -527,12 +529,11 @@ def linear_add(x: Tensor, w: Matrix, residual: Tensor, routes: Routes, accumulat
     assert residual.shape[0] == len(x) and residual.is_contiguous(), (residual.shape, x.shape)
     product = Product("experts_linear_add", x.view(-1, w.columns), w)
     if len(x) == 1:
-        epilogue = Epilogue(products.prepare_rows, products.store_rows, (residual,), added=0)
-        products.launch_single(product, epilogue, slots_added(routes, residual))
+        add_rows = products.STORE_ROWS._replace(added=0)
+        products.launch_single(product, add_rows, (residual,), slots_added(routes, residual))
         return residual
     y = x.new_empty(*routes.ids.shape, residual.shape[1])
-    epilogue = Epilogue(_prepare_slots, _store_slots, (y,))
-    _launch_several(product, epilogue, routes, accumulate)
+    _launch_several(product, Epilogue(_prepare_slots, _store_slots), (y,), routes, accumulate)
     return _add_slots(y, residual)
 
 

@@ -189,7 +189,7 @@ def _values(tile, SCALES: tl.constexpr):
 
 @jit
 def _columns(places, K: tl.constexpr):
-    """See Format.columns. Groups 2 i and 2 i + 1 of a block belong to the same thread: the first
+    """See Format.column_at. Groups 2 i and 2 i + 1 of a block belong to the same thread: the first
     has columns 64 j + 8 i to 64 j + 8 i + 7, j from 0 to 3, the second those 32 further on. Columns
     beyond the last whole block are in order."""
     quarter = places % 32 // 8
@@ -208,7 +208,7 @@ INT4 = Int4(
     load=codes4.load,
     values=_values,
     scales_of=_scale_and_zero,
-    columns=_columns,
+    column_at=_columns,
     stream_load=codes4.stream_load,
     stream_sums=codes4.stream_sums_with_zero,
     group=GROUP,

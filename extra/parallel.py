@@ -459,11 +459,11 @@ class Exchange:
         """Launch a product that ends in the inboxes of its matrix on all ranks."""
         addresses, _, number = self.inboxes[product.w]
         args = (addresses, number)
-        epilogue = Epilogue(_prepare_entries, _store_entries, args, Peers(self.ranks))
+        epilogue = Epilogue(_prepare_entries, _store_entries, Peers(self.ranks))
         if stack is None:
-            launch_product(product, epilogue)
+            launch_product(product, epilogue, args)
         else:
-            launch_single(product, epilogue, stack)
+            launch_single(product, epilogue, args, stack)
 
     def add_received(self, w: Matrix, residual: Tensor) -> Tensor:
         block = 128  # one warp, so that nothing waits for other warps

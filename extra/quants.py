@@ -45,13 +45,13 @@ _rotated = jit(rotated)
 
 @jit
 def _rotated_4(places, K):
-    """See Format.columns; for groups of 32 or more."""
+    """See Format.column_at; for groups of 32 or more."""
     return _rotated(places // 8, 4) * 8 + places % 8
 
 
 @jit
 def _rotated_2(places, K):
-    """See Format.columns; for groups of 16."""
+    """See Format.column_at; for groups of 16."""
     return _rotated(places // 8, 2) * 8 + places % 8
 
 
@@ -206,7 +206,7 @@ class FileGroups4(codes4.Codes4, FileGroups):
         return (codes4.to_words(codes),)
 
 
-ROTATED = dict(columns=_rotated_4, turns=4)  # what formats with groups of 32 or more share
+ROTATED = dict(column_at=_rotated_4, turns=4)  # what formats with groups of 32 or more share
 
 
 # Q4_0: a scale for each 32 columns; the zero point is 8
@@ -540,11 +540,11 @@ Q6_K = FileGroups6(
     values=_q6_k_values,
     scales_of=_q6_k_scales,
     gain=1.0,
-    columns=_rotated_2,
+    column_at=_rotated_2,
     turns=2,
     stream_load=_q6_k_stream_load,
     stream_sums=_q6_k_sums,
-    neighbours=64,
+    in_thread=64,
     peak=16384.0,
     group=256,
     scaling=Parts(),
@@ -624,7 +624,7 @@ def _values8(tile, SCALES: tl.constexpr):
 
 
 # What formats of 8-bit codes with groups share for one token
-STREAMED8 = dict(neighbours=64, **ROTATED)
+STREAMED8 = dict(in_thread=64, **ROTATED)
 
 
 # Q8_0: a scale for each 32 columns

@@ -14,13 +14,13 @@ from launch import EMULATED, gdc_launch_dependents, gdc_wait, jit, tl, triton
 
 
 @jit
-def _load_eighths(x, k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+def _load_eighths(x, k, K: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
     """Load x for BLOCK places from k on, as eight tiles [BLOCK / 64, 8]. A thread gets the same row
     of each."""
     offs_k = tl.arange(0, BLOCK // 64)[:, None] * 64 + tl.arange(0, 8)[None, :]
     tiles = ()
     for eighth in tl.static_range(0, 64, 8):
-        tiles += (load_vector(x, k, offs_k + eighth, K, BLOCK, COLUMNS),)
+        tiles += (load_vector(x, k, offs_k + eighth, K, BLOCK, FORMAT),)
     return tiles
 
 
@@ -83,17 +83,14 @@ def _sums(half2, EACH: tl.constexpr):
 
 
 @jit
-def _stream_x(
-    x, norm_tiles, k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, SUM_X: tl.constexpr,
-    PEAK: tl.constexpr,
-):  # fmt: skip
+def _stream_x(x, norm_tiles, k, K: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
     """Load BLOCK places of x, times the norm's weights if there is a norm. Each 64 of them are
-    scaled by a power of two of their own, so that magnitudes stay below PEAK, as long as no norm
+    scaled by a power of two of their own, so that magnitudes stay below FORMAT.peak, as long as no norm
     weight is above products.NORM_LIMIT.
 
-    Returns a tuple of x as half2, its sums by SUM_X places and the factors that undo the scaling;
+    Returns a tuple of x as half2, its sums by FORMAT.sum_x places and the factors that undo the scaling;
     and the sums of x's squares by 64, or zeros if there is no norm."""
-    tiles = _load_eighths(x, k, K, BLOCK, COLUMNS)
+    tiles = _load_eighths(x, k, K, BLOCK, FORMAT)
     half2 = ()
     squares = tl.zeros([BLOCK // 64], tl.float32)
     peak = tl.abs(tiles[0])
@@ -104,6 +101,7 @@ def _stream_x(
     exponent = tl.minimum(exponent, 0x7C000000)  # 2^121: so that 1 / 2^e is a normal float
     # Peaks are scaled to less than TOP. With a norm that is at most 32, for two reasons: _squares
     # adds up four squares in half precision, and the norm's weights may be as large as 32 themselves
+    PEAK: tl.constexpr = FORMAT.peak
     TOP: tl.constexpr = PEAK if norm_tiles is None else min(PEAK, 1024) / 32
     # The rest of the way from 1024 to PEAK is multiplied into the norm's weights
     LIFT: tl.constexpr = 1.0 if norm_tiles is None else max(PEAK / 1024, 1.0)
@@ -118,7 +116,7 @@ def _stream_x(
         half2 += (_as_half2(tile.to(tl.float16)),)
     joined = _join_eighths(half2)
     flat = joined.reshape(joined.shape[0] * joined.shape[1])
-    return (flat, _sums(joined, SUM_X), inverse[None, :] / LIFT), squares * inverse * inverse
+    return (flat, _sums(joined, FORMAT.sum_x), inverse[None, :] / LIFT), squares * inverse * inverse
 
 
 @jit
@@ -135,15 +133,13 @@ def _scales_side_by_side(
 @jit
 def stream_kernel(
     x, norm, w, bias, eps, args, ids, N: tl.constexpr, K: tl.constexpr, SUMMED: tl.constexpr,
-    ROWS: tl.constexpr, TILES: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, LOAD: tl.constexpr, SUMS: tl.constexpr, GROUP: tl.constexpr,
-    SCALES: tl.constexpr, COLUMNS: tl.constexpr, GAIN: tl.constexpr, SUM_X: tl.constexpr, PEAK: tl.constexpr,
-    PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    FORMAT: tl.constexpr, EPILOGUE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """What products._vector_kernel does, for a format with stream_load and stream_sums, which are LOAD and
-    SUMS here. A program loops over TILES tiles of ROWS rows. Triton's pipelining turns the loads of
-    W in this loop into asynchronous copies to shared memory, STAGES - 1 tiles ahead, the first of
-    them before the wait."""
+    """What products._vector_kernel does, for a format with stream_load and stream_sums. A program
+    loops over TILES tiles of ROWS rows. Triton's pipelining turns the loads of W in this loop into
+    asynchronous copies to shared memory, STAGES - 1 tiles ahead, the first of them before the
+    wait."""
     if ids is not None and SUMMED == 1:
         gdc_wait(PDL)
     gdc_launch_dependents(PDL)
@@ -152,12 +148,12 @@ def stream_kernel(
     end = tl.minimum(row + ROWS * TILES, N)
     COUNT: tl.constexpr = max(32, triton.next_power_of_2(ROWS * TILES))
     offs = tl.arange(0, COUNT)
-    ready = PREPARE(args, row, 1, end, COUNT, 1, SIZES)
+    ready = EPILOGUE.prepare(args, row, 1, end, COUNT, 1, EPILOGUE.sizes)
     first, offsets = first_rows(ids, N, SUMMED), ()
     for slot in tl.static_range(SUMMED):
         offsets += ((first[slot] - slot) * K,)
-    if GAIN is not None and SUMMED == 1:
-        scales = row_scale(w, first[0] + row + offs, row + offs < end, GAIN)
+    if FORMAT.gain is not None and SUMMED == 1:
+        scales = row_scale(w, first[0] + row + offs, row + offs < end, FORMAT.gain)
     if bias is not None:
         biases = tl.load(bias + row + offs, mask=row + offs < end, other=0.0).to(tl.float32)
     # x in parts of BLOCK columns, each a tuple as _stream_x returns it. They are zeros until the
@@ -165,9 +161,9 @@ def stream_kernel(
     norm_tiles, x_parts = (), ()
     for k in tl.static_range(0, WIDTH, BLOCK):
         if norm is not None:
-            norm_tiles += (_load_eighths(norm, k, K, BLOCK, COLUMNS),)
+            norm_tiles += (_load_eighths(norm, k, K, BLOCK, FORMAT),)
         half2 = tl.zeros([BLOCK], tl.float32) if EMULATED else tl.zeros([BLOCK // 2], tl.uint32)
-        sum_x = tl.zeros([BLOCK // SUM_X], tl.float32)
+        sum_x = tl.zeros([BLOCK // FORMAT.sum_x], tl.float32)
         x_parts += ((half2, sum_x, tl.zeros([1, BLOCK // 64], tl.float32)),)
     PARTS: tl.constexpr = len(x_parts)
     WARPS: tl.constexpr = BLOCK // 2048
@@ -182,20 +178,24 @@ def stream_kernel(
             for k in tl.static_range(0, WIDTH, BLOCK):
                 left = None if WIDTH % BLOCK == 0 else WIDTH - k
                 if SUMMED == 1:
-                    w_tiles += (LOAD(w, start, k, left, BLOCK, GROUP),)
+                    w_tiles += (FORMAT.stream_load(w, start, k, left, BLOCK, FORMAT.group),)
                 else:
-                    w_tiles += (LOAD(w, (rows * K, K, offsets), k, left, BLOCK, GROUP),)
-                if GAIN is not None and SUMMED > 1:
-                    part_scales += (_scales_side_by_side(w, first, rows, k, N, K, BLOCK, GAIN),)
+                    w_tiles += (
+                        FORMAT.stream_load(w, (rows * K, K, offsets), k, left, BLOCK, FORMAT.group),
+                    )
+                if FORMAT.gain is not None and SUMMED > 1:
+                    part_scales += (
+                        _scales_side_by_side(w, first, rows, k, N, K, BLOCK, FORMAT.gain),
+                    )
         if i == 0:
             gdc_wait(PDL)
-            if ADDED is not None:
-                added = tl.load(args[ADDED] + row + offs, mask=row + offs < end, other=0.0)
+            if EPILOGUE.added is not None:
+                added = tl.load(args[EPILOGUE.added] + row + offs, mask=row + offs < end, other=0.0)
                 added = added.to(tl.float32)
             fresh = ()
             for j in tl.static_range(0, PARTS):
                 norm_tile = norm_tiles[j] if norm is not None else None
-                part, more = _stream_x(x, norm_tile, j * BLOCK, WIDTH, BLOCK, COLUMNS, SUM_X, PEAK)
+                part, more = _stream_x(x, norm_tile, j * BLOCK, WIDTH, BLOCK, FORMAT)
                 fresh += (part,)
                 squares += more
             x_parts = fresh
@@ -204,8 +204,10 @@ def stream_kernel(
             for j in tl.static_range(0, PARTS):
                 w_tile = w_tiles[r // EACH * PARTS + j]
                 x_part = x_parts[j]
-                sums_of_tile = SUMS(w_tile, x_part[0], x_part[1], SCALES) * x_part[2]
-                if GAIN is not None and SUMMED > 1:
+                sums_of_tile = (
+                    FORMAT.stream_sums(w_tile, x_part[0], x_part[1], FORMAT.scales_of) * x_part[2]
+                )
+                if FORMAT.gain is not None and SUMMED > 1:
                     sums_of_tile *= part_scales[r // EACH * PARTS + j]
                 acc += sums_of_tile
             by_warp = tl.sum(acc.reshape(EACH, WARPS, 32), 2, keep_dims=True)
@@ -214,10 +216,10 @@ def stream_kernel(
     y = tl.sum(sums, 0)
     if norm is not None:
         y *= tl.rsqrt(tl.sum(squares) / K + eps)
-    if GAIN is not None and SUMMED == 1:
+    if FORMAT.gain is not None and SUMMED == 1:
         y *= scales
     if bias is not None:
         y += biases
-    if ADDED is not None:
+    if EPILOGUE.added is not None:
         y += added
-    STORE(args, y, ready, row, 1, end, COUNT, 1, SIZES)
+    EPILOGUE.store(args, y, ready, row, 1, end, COUNT, 1, EPILOGUE.sizes)
