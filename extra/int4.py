@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from extra import codes4
-from formats import Format, Shapes, Tensors, int16_of, some_rows
+from extra.groups import int16_of
+from formats import Format, Shapes, Tensors, some_rows
 from fp8 import E4M3
 from launch import jit, tl
 

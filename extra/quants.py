@@ -12,26 +12,28 @@ from torch import Tensor
 
 import fp8
 from extra import codes4
-from formats import (
-    Format,
+from extra.groups import (
     Grouped,
-    Quantised,
-    Shapes,
-    Tensors,
-    as_floats,
     half2_of,
-    half2_products,
     half_at,
-    in_parts,
     int16_of,
     load_codes,
-    load_elements,
     load_groups,
     load_two_groups,
     load_words,
     rotated,
-    split_4,
     sums_of,
+)
+from formats import (
+    Format,
+    Quantised,
+    Shapes,
+    Tensors,
+    as_floats,
+    half2_products,
+    in_parts,
+    load_elements,
+    split_4,
 )
 from launch import EMULATED, constexpr, jit, tl
 

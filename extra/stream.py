@@ -9,7 +9,8 @@ threads."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
-from formats import as_floats, begin_of, first_rows, half2_of, half_at, load_vector, row_scale
+from extra.groups import begin_of, half2_of, half_at
+from formats import as_floats, first_rows, load_vector, row_scale
 from launch import EMULATED, gdc_launch_dependents, gdc_wait, jit, tl, triton
 
 
