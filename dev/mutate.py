@@ -206,8 +206,8 @@ MUTANTS = [
     Mutant("extra/config.py", "fields | _said(last)", "_said(last) | fields", "places_of_rope"),
     Mutant(
         "extra/sources.py",
-        "elif not all(map(equal, outputs,",
-        "elif all(map(equal, outputs,",
+        "or not equal(one, other)",
+        "or equal(one, other)",
         "tied_embeddings",
     ),
     Mutant(
@@ -215,8 +215,8 @@ MUTANTS = [
     ),
     Mutant(
         "extra/hardware.py",
-        "max(MARGIN * max(of_one), *sizes)",
-        "MARGIN * max(sizes)",
+        "max(MARGIN * largest, largest_read(c))",
+        "MARGIN * largest_read(c)",
         "memory_of_7b",
     ),
     Mutant(
@@ -245,8 +245,8 @@ MUTANTS = [
     ),
     Mutant(
         "extra/tensors.py",
-        "self.experts = experts",
-        "self.experts = experts[::-1]",
+        "for i, expert in enumerate(self.of):",
+        "for i, expert in enumerate(self.of[::-1]):",
         "families_equal and moe and torch",
     ),
     Mutant(
@@ -263,16 +263,20 @@ MUTANTS = [
     ),
     Mutant(
         "extra/tensors.py",
-        "(e.floats(rows, columns, most)",
-        "(e.floats(slice(0, rows.stop - rows.start), columns, most)",
+        "of_part = slice((some.start - start) // turns,",
+        "of_part = slice(0,",
         "piece_by_piece",
     ),
     Mutant(
-        "extra/reading.py",
+        "extra/tensors.py",
         "start = end",
         "start += 1",
         "piece_by_piece",
     ),
+    Mutant(
+        "extra/tensors.py", "if name not in REFERRED:", "if False:", "spoiled_checkpoint and fills"
+    ),
+    Mutant("extra/tensors.py", "t.nbytes > stat.st_size", "False", "spoiled_checkpoint and beyond"),
     Mutant(
         "extra/tensors.py",
         "(-1, 2, self.head_dim // 2,",
