@@ -23,7 +23,7 @@ TALK_MODEL = $(or $(MODEL),$$(test -e $(SMOLLM2) && echo models/smollm2 || echo 
 # the fetched model has no settings of its own, and rambles at the usual ones
 CALM = $(if $(MODEL),,--temp 0.2 --top-p 0.9 --repeat-penalty 1.1 -n 300)
 BENCH_MODEL = $(or $(MODEL),models/tales)
-TESTS = test_all.py training/test_training.py
+TESTS = test_all.py extra/test_extra.py dev/test_dev.py training/test_training.py
 # skipped tests are listed; a test that hangs ends the run with a traceback
 PYTEST = -rs -o faulthandler_timeout=1800 -o faulthandler_exit_on_timeout=true
 
