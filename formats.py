@@ -5,9 +5,7 @@ stores a matrix. To add one, subclass Format, write its functions, and enter it 
 it can then be loaded, saved, divided among ranks, and run with one token, a few, or a prompt.
 
     code         a small integer, or an 8-bit float, that stands for a weight
-    word         an int32 that holds several codes
-    group        neighbouring columns of a row that share a scale, and a minimum or a zero point
-    run          eight neighbouring columns
+    group        columns of a row that share a scale, and a minimum or a zero point: extra/groups.py
     half2        two halves in one 32-bit register; one instruction computes with both
     cpu_layout   a second copy of a matrix, as a CPU's library reads it"""
 

@@ -27,9 +27,9 @@ class Float8(Format):
 
     dtype: torch.dtype = torch.float8_e4m3fn  # torch's type of the same bits
     not_finite: int = 0x7F  # from here up, a code without its sign means NaN or infinity
-    # What a row's largest magnitude is scaled to. In both formats that is the half 1.75 times
-    # `gain`
+    # What a row's largest magnitude is scaled to. In both formats that is the half 1.75 times `unit`
     top: float = 448.0
+    unit: float = 256.0  # what `halves` leaves out, as `gain` is what a kernel's `values` leave out
     shift: int = 7  # by which a code's bits below its sign move up to be a half's
     # `values` for a cache of keys and values, which is in E4M3 and may hold codes of NaN
     values_nan: Callable | None = None
@@ -48,7 +48,7 @@ class Float8(Format):
         return x.float().clamp(-largest, largest).to(self.dtype).view(torch.int8)
 
     def halves(self, codes: Tensor, space: Tensor | None = None) -> Tensor:
-        """Decode int8 codes to float16, exactly, but without the gain. space: int16 memory of the
+        """Decode int8 codes to float16, exactly, but without `unit`. space: int16 memory of the
         same shape to decode them in, if there is any."""
         if space is None:
             bits = codes.to(torch.int16)
@@ -62,7 +62,7 @@ class Float8(Format):
     def floats(self, codes: Tensor) -> Tensor:
         """The values of int8 codes in float32; codes of NaN and infinity, as in a cache, are
         NaN."""
-        values = self.halves(codes).float().mul_(self.gain)
+        values = self.halves(codes).float().mul_(self.unit)
         magnitudes = codes & 0x7F
         if magnitudes.amax() >= self.not_finite:
             values.masked_fill_(magnitudes >= self.not_finite, torch.nan)
@@ -88,7 +88,7 @@ class Float8(Format):
 
     def stored_weights(self, tensors: Tensors) -> Tensor:
         codes, scales = tensors
-        return self.halves(codes).float().mul_(self.gain * scales)
+        return self.halves(codes).float().mul_(self.unit * scales)
 
     def write(self, rows: Quantised, out: Tensors) -> None:
         codes, scales = out
@@ -109,7 +109,7 @@ class Float8(Format):
         space = torch.empty(1024, len(row), dtype=torch.int16)
         for block, part in zip(codes.split(1024), y.split(1024)):
             torch.mv(self.halves(block, space[: len(block)]), row, out=part)
-        return y * (self.gain * scales[:, 0])
+        return y * (self.unit * scales[:, 0])
 
 
 # ---- E5M2
@@ -134,6 +134,7 @@ E5M2 = Float8(
     dtype=torch.float8_e5m2,
     not_finite=0x7C,
     top=1.75,
+    unit=1.0,
     shift=8,
 )
 

@@ -11,7 +11,7 @@ Read in this order:
     one token       bound by reading W: the kernel streams W's rows once and does everything else on
                     the way. Formats with codes in groups have theirs in extra/stream.py
     a few tokens    with 2 to 16, tensor cores multiply W as it streams by
-    launching       which of these kernels it is, and how its work is divided
+    launching       which of these kernels is chosen, and how its work is divided
     a prompt        the library's product between small fused kernels. With many tokens it is
                     compute-bound, and runs at the card's product rate (BENCHMARKS.md). Experts have
                     a kernel in its place, in extra/experts.py
@@ -286,10 +286,6 @@ def block_of(counts, block, SIZE: tl.constexpr, EXPERTS: tl.constexpr):
 #      Eight neighbours of a row must be in one thread.
 
 NORM_LIMIT = 30.0  # the largest norm weight; stream_kernel needs less than 32
-# How far eight neighbours of rmsnorm(x), times the norm's weights, may exceed the root mean square
-# of 1, in the mean of their magnitudes. At worst the eight have all of x's energy. Then each is
-# sqrt(K / 8), and times NORM_LIMIT that is 960 for K = 8192
-CREST = constexpr(1024.0)
 
 
 def fit_norm(norm: Tensor, w: Matrix) -> float:
@@ -347,7 +343,7 @@ def _range_of(
     x, x_tile, norm, eps, offs_k, K: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr
 ):  # fmt: skip
     """Returns the power of two by which x is multiplied for products in half precision, and 1 /
-    rms(x), or 1 without a norm. With a norm the power follows from the root mean square (see CREST),
+    rms(x), or 1 without a norm. With a norm the power follows from the root mean square,
     otherwise from the largest magnitude. x_tile: the first tile of x."""
     squares = x_tile.to(tl.float32) * x_tile.to(tl.float32)
     peaks = tl.abs(x_tile)
@@ -356,6 +352,10 @@ def _range_of(
         squares += x_next.to(tl.float32) * x_next.to(tl.float32)
         peaks = tl.maximum(peaks, tl.abs(x_next))
     if norm is not None:
+        # How far eight neighbours of rmsnorm(x), times the norm's weights, may exceed the root mean
+        # square of 1, in the mean of their magnitudes. At worst the eight have all of x's energy.
+        # Then each is sqrt(K / 8), and times NORM_LIMIT that is 960 for K = 8192, 1,920 for 32768
+        CREST: tl.constexpr = 1024.0 if K <= 8192 else 2048.0
         inv_rms = tl.rsqrt(tl.sum(squares) / K + eps)
         power = _power_of_two(inv_rms) * (FORMAT.peak / CREST)
     else:
@@ -368,7 +368,7 @@ def _range_of(
 # ---- one token
 #
 #      Where W is a stack, `ids` picks some of its matrices, of N rows and K columns each. With
-#      SUMMED = 1 (w13), each of them multiplies the same x, in a row of the grid of its own; with
+#      SUMMED = 1 (w13), each of them multiplies the same x, each in its own row of the grid; with
 #      more SUMMED (w2), x has a part for each matrix, and the products are added up. launch.py says
 #      why the first waits before it reads the ids, and the second need not.
 
@@ -481,8 +481,8 @@ def _vector_kernel(
 #
 #      The warps of a program share its rows and split the columns; a sum over the warps completes
 #      the product. Tokens are padded to 8 or 16. The norm, where there is one, is a separate kernel
-#      that runs first: while it runs, the first tiles of W are already in flight, except where a
-#      router has to choose them.
+#      that runs first: while it runs, the first tiles of W are already in flight, except with
+#      experts, whose tiles depend on the router.
 
 MAX_FEW = 16  # tokens
 

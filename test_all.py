@@ -74,7 +74,7 @@ from chat import columns as columns_of
 from checkpoint import load, read_config
 from extra import cli as cli_module
 from extra import config as config_module
-from extra import cpu, experts, hardware, hopper, int4, parallel, quants
+from extra import cpu, experts, groups, hardware, hopper, int4, parallel, quants
 from extra.hardware import pick_dtype
 from extra.int4 import INT4
 from extra.names import formats_of, weight_bytes
@@ -1625,7 +1625,7 @@ def test_rows_are_sampled_as_single_tokens_are():
 
 @launch.jit
 def _own_load(w, start, k, left, COLUMNS: tl.constexpr, SIDE: tl.constexpr, GROUP: tl.constexpr):
-    scales = formats.load_groups(w[1], start, k, left, COLUMNS, 1, GROUP)
+    scales = groups.load_groups(w[1], start, k, left, COLUMNS, 1, GROUP)
     return formats.load_elements(w, start, k, left, COLUMNS, SIDE), scales
 
 
@@ -1674,12 +1674,12 @@ def test_model_in_a_format(grouped_folder, tmp_path, format, dtype, backend, mon
     """In a prompt, with one token and with eight; and again when it is saved and loaded."""
     monkeypatch.setitem(FORMATS, "own", OWN)
     loaded = partial(load, grouped_folder, format=format, device=DEVICE.type)
-    ours = loaded(dtype=dtype, backend=backend)
+    # "fp32": otherwise a GPU decodes a prompt's weights in 4 bits to E4M3
+    ours = loaded(dtype=dtype, backend=backend, accumulate="fp32")
     exact, plain = (loaded(dtype=d, backend="torch") for d in ("fp32", dtype))
     assert ours.weights.layers[0].w2.format is FORMATS[format]
     decoded = backend == "torch" and not ON_GPU  # as a CPU reads it faster
     assert ours.weights.output.format is (OWN if format == "own" else None if decoded else E4M3)
-    ours.accumulate = "fp32"  # otherwise a GPU decodes a prompt's weights in 4 bits to E4M3
     with_dense_weights(exact)
     with_dense_weights(plain)
     # the interpreter is slow to decode a matrix, as for a prompt, and for several tokens in fp32
