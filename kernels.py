@@ -20,13 +20,13 @@ Shape letters, here and everywhere:
     C dim               F hidden_dim          N, K  rows and columns of any matrix
     H query heads       KH key/value heads    G = H / KH      D head_dim
 
-Words, here and everywhere; formats.py has those for weights (code, word, group, run, half2):
+Words, here and everywhere; formats.py and extra/groups.py have those for weights (code, word, group, run, half2):
 
     tile, block   what a program loads at once; a tile's sizes are BLOCK_..., or BLOCK columns
     epilogue      what an op does with the rows of a product, as a function that the kernel calls
     stack         the matrices of all experts, one after the other in one Matrix
     slot          one of the k places of a token for an expert
-    chunk         a part of a prompt that is evaluated at once
+    chunk         one of the pieces in which a prompt is evaluated
 
 There is one sequence at a time, so there is no batch axis. An op takes x, the weights that it needs
 (a layer, a matrix or a norm) and, if it reads or writes the sequence, its state:
@@ -128,7 +128,7 @@ def _rope_kernel(
 ):  # fmt: skip
     """HEADS of one token's heads, x [T, H + 2 KH, D]. The first H are normalised, if there is
     qk_norm, and rotated into q, the next KH likewise into the keys; the last KH are copied into the
-    values. Heads are read and written whole, 16 bytes a thread; pairs are split in registers."""
+    values. Heads are read and written whole, 16 bytes per thread; pairs are split in registers."""
     gdc_launch_dependents(PDL)
     t = tl.program_id(0)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -445,7 +445,9 @@ def rmsnorm_linear(
     return out
 
 
-# ---- the table of ops: the reference of each, and the fused one
+# ---- the table of ops: the reference of each, and the fused one. model.py calls all of them but
+#      rmsnorm, which is here for the tests and for dev/kernels.py, and linear_store, a prompt's
+#      product for extra/parallel.py
 
 OPS = {
     "embedding": (embedding_ref, embedding),
@@ -469,8 +471,8 @@ def ops(backend: str, accumulate: str = "auto") -> SimpleNamespace:
 
     accumulate: how the Triton backend sums a prompt's products. "auto" lets 8-bit products
     accumulate fast (tensor_core_linear) and rounds INT4 to E4M3 for them, "fp32" does neither,
-    "fp16" sums in half precision, in attention as well. Experts, and the reference ops, sum in
-    fp32."""
+    "fp16" sums in half precision, in attention as well, but not with experts. The reference ops
+    sum in fp32."""
     column = {"torch": 0, "triton": 1}[backend]
     table = {name: op[column] for name, op in OPS.items()}
     if backend == "triton":

@@ -12,10 +12,10 @@ offsets, load its first tile of weights. The rules that keep this correct:
 - every kernel launched this way waits, in at least one of its programs, so "the kernel before has
   ended" includes all the kernels before that one;
 - before its wait a kernel writes nothing, and reads only what was visible when it could first
-  start. If the kernel before lets it start at once, as most do, that is what no kernel launched
-  this way writes in the same step: weights, tables, sampling settings, `pos`, the keys and values
-  of earlier steps. If the kernel before waits first, in every program, it is also what all kernels
-  wrote before that one. extra/parallel.py explains its exceptions;
+  start. If the kernel before lets it start at once, as most do, it may read only what no kernel
+  launched this way writes in the same step: weights, tables, sampling settings, `pos`, the keys and
+  values of earlier steps. If the kernel before waits first, in every program, it may also read what
+  all kernels before that one wrote. extra/parallel.py explains its exceptions;
 - so where one token goes through experts, whose rows of W the router picks: the router writes their
   ids. The product with w13 can load nothing without them. It waits for the router and only then
   lets the next kernel start, which is the product with w2. That one reads the ids, and loads its
@@ -103,10 +103,10 @@ def launch(
             assert contiguous, (kernel.__name__, "a tensor is not contiguous")
     pdl = capability(device) >= 90
     options = dict(num_warps=warps, num_stages=stages, launch_pdl=pdl)
-    start(kernel, grid, device, *args, **constants, PDL=pdl, **options)
+    run_or_compile(kernel, grid, device, *args, **constants, PDL=pdl, **options)
 
 
-def start(kernel, grid: tuple[int, ...], device: torch.device, *args, **constants) -> None:
+def run_or_compile(kernel, grid: tuple[int, ...], device: torch.device, *args, **constants) -> None:
     """Run a kernel on the device or, within compile_kernels, compile it."""
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with on_device:  # Triton launches on the current device
@@ -310,12 +310,12 @@ def tables() -> dict[str, Any]:
     grouped   bits per weight, slots for each expert, on average: GroupedSizes
     split     query rows per key/value head: SplitSizes
     few_rows  exact capability: SplitSizes of extra/hopper.py's kernel for a few rows, whose tiles
-              are 16 positions a warp
+              are 16 positions per warp
 
-    Hopper's are measured. Those of 86, which 89 shares, and of 120 are derived: such an SM has 100
-    kB of shared memory and 48 warps and reads 8 to 11 GB/s, so that 10 kB in flight are enough. All
-    programs of a stream fit on the SMs at once, and 4096 rows divide evenly among 128 SMs (an RTX
-    4090's), or nearly so among 170 (a 5090's).
+    Hopper's are measured. "few" of 100 is that of 80. Those of 86, which 89 shares, and of 120 are
+    derived: such an SM has 100 kB of shared memory and 48 warps and reads 8 to 11 GB/s, so that 10
+    kB in flight are enough. All programs of a stream fit on the SMs at once, and 4096 rows divide
+    evenly among 128 SMs (an RTX 4090's), or nearly so among 170 (a 5090's).
     """
 
     def with_numbers(table: dict) -> dict:

@@ -32,7 +32,7 @@ PROMPT_CHUNK = {"cpu": 512, "cuda": 2048}
 # Numbers of tokens that are captured as CUDA graphs; a prompt is padded to the next one. Up to
 # about 190 tokens, a prompt takes as long as reading the weights; beyond, as long as its
 # arithmetic, so that a step is at most a twelfth of the length. The longest is two chunks, since a
-# few tokens that remain would read all weights, and decode them, for themselves
+# small remainder would have to read and decode all the weights again
 LENGTHS = (1, 8, 16, 32, 48, 64, 96, 128, 160)
 LENGTHS += (*range(192, 384, 16), *range(384, 768, 32), *range(768, 2048, 64))
 LENGTHS += tuple(range(2048, 4097, 128))

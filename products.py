@@ -523,7 +523,7 @@ def _weights_operand(tile, TILE: tl.constexpr):
     if EACH == 8:
         tile = tile.permute(3, 1, 2, 4, 0, 5, 7, 8, 9, 6, 10)
     else:
-        # Below 16 bits a weight, Triton's layout puts the lower halves of two instructions side by
+        # Below 16 bits per weight, Triton's layout puts the lower halves of two instructions side by
         # side
         tile = tile.permute(3, 1, 2, 4, 0, 5, 7, 9, 6, 8, 10)
     return tile.reshape(TILE.warps, TILE.rows, TILE.steps * 4 * EACH)
@@ -535,7 +535,7 @@ def _tokens_operand(
     TILE: tl.constexpr, FORMAT: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """The columns of x that belong to such a tile, as [warps, columns of a warp, tokens], loaded
-    with eight neighbours a thread. Where there are fewer tokens than TOKENS, the last one is
+    with eight neighbours per thread. Where there are fewer tokens than TOKENS, the last one is
     repeated. With experts, `slots` points to the T slots whose rows of x these are."""
     PARTS: tl.constexpr = EACH // 8
     i = tl.arange(0, TOKENS // 8 * TILE.steps * PARTS * TILE.warps * 32)[:, None]
@@ -712,8 +712,8 @@ def stream_block(block: int, columns: int) -> int:
 
 
 def few_tile(product: Product, tokens: int) -> FewSizes | None:
-    """How _few_kernel divides the product of so many tokens. Returns None for another way to
-    compute it."""
+    """How _few_kernel divides the product of so many tokens, of which each may have several rows of
+    x, one for each of its experts. Returns None for another way to compute it."""
     op, x, w, *_ = product
     if tokens > MAX_FEW or x.dtype not in (torch.float16, torch.bfloat16):
         return None

@@ -155,7 +155,7 @@ def _choose_ref(logits: Tensor, tokens: Tensor, position: int, s: Sampling) -> i
     return int(kept[scores.argmax()])
 
 
-# Each launch divides the vocabulary into parts, one a program. The first, `best`, penalises and
+# Each launch divides the vocabulary into parts, one per program. The first, `best`, penalises and
 # finds the best logit of each part; a greedy choice ends there. What follows depends on how the
 # thresholds of top-k and top-p are found:
 #
@@ -322,7 +322,7 @@ def _load_chunk(listed, start, count, other):
 
 
 @jit
-def _split(l, listed, count, floor, best, UNIT: tl.constexpr):
+def _weigh(l, listed, count, floor, best, UNIT: tl.constexpr):
     """Of `count` listed logits, of which l is the first chunk: how many are at or above the floor
     or, given a unit, the sum of their weights; the lowest of these; the highest of the others."""
     total = tl.full([], 0, tl.int64)
@@ -344,13 +344,13 @@ def _split(l, listed, count, floor, best, UNIT: tl.constexpr):
 
 @jit
 def _threshold(l, listed, count, target, low, best, UNIT: tl.constexpr):
-    """The largest of the listed logits such that _split's sum at this floor reaches the target; it
+    """The largest of the listed logits such that _weigh's sum at this floor reaches the target; it
     is at least `low`. Bisection, in which each end moves on to a logit that is listed."""
     high = best
     while low < high:
         middle = low * 0.5 + high * 0.5
         middle = tl.where(middle > low, middle, high)
-        total, above, below = _split(l, listed, count, middle, best, UNIT)
+        total, above, below = _weigh(l, listed, count, middle, best, UNIT)
         high = tl.where(total == target, above, tl.where(total > target, high, below))
         low = tl.where(total >= target, above, low)
     return low
@@ -398,7 +398,7 @@ def _sample_candidates_kernel(
         chunk_ids = _load_chunk(listed_ids, 0, count, 0)
         threshold = _threshold(chunk, listed, count, top_k, lowest, best, None)
         if USE_TOP_P:
-            total, _, _ = _split(chunk, listed, count, threshold, best, UNIT)
+            total, _, _ = _weigh(chunk, listed, count, threshold, best, UNIT)
             target = (top_p * total).to(tl.int64)
             threshold = _threshold(chunk, listed, count, target, threshold, best, UNIT)
 

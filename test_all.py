@@ -588,7 +588,7 @@ def compile_kernels(arch: int) -> None:
             assert not unordered, "logits are read after they are written, without a barrier"
 
     as_if_on(arch)
-    launch.start = hopper.start = start
+    launch.run_or_compile = hopper.run_or_compile = start
     launch_attention(torch.float16)
     launch_8_bit_floats()
     if arch == 89:
@@ -4371,7 +4371,7 @@ def test_kernel_that_does_not_compile(monkeypatch):
 
     def start(name: str, compiled) -> None:
         submit = lambda grid: active_mode.get().submit(name, compiled, lambda kernel: None)
-        launch.start(SimpleNamespace(warmup=submit), (1,), torch.device("cpu"))
+        launch.run_or_compile(SimpleNamespace(warmup=submit), (1,), torch.device("cpu"))
 
     class Kernel:
         run = property(lambda self: loaded.append(self))

@@ -246,7 +246,9 @@ def test_tuner_writes_the_sizes_that_products_take(experts, format, monkeypatch,
     exact = lambda table, key: table[key if key in table else min(table)]
     monkeypatch.setattr(launch, "nearest", exact)
     monkeypatch.setattr(launch, "TABLES_FILE", tmp_path / "launch.json")
-    monkeypatch.setattr(launch, "start", lambda *_, **__: None)  # no kernel need run for this
+    monkeypatch.setattr(
+        launch, "run_or_compile", lambda *_, **__: None
+    )  # no kernel need run for this
     monkeypatch.setattr(tuner, "pass_seconds", seconds)
     monkeypatch.setattr(Llama, "uses_graphs", True)
     monkeypatch.setattr(bench, "open_model", lambda *_: model)

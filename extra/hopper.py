@@ -15,8 +15,8 @@ from launch import (
     gdc_wait,
     is_last,
     rows_of_program,
+    run_or_compile,
     split_of,
-    start,
     triton,
 )
 
@@ -269,7 +269,7 @@ def prompt_attention(
     values = descriptor(v_cache.view(KH * S, D), [BLOCK_N.value, D])
     grid = (triton.cdiv(T, 2 * ROWS.value) * H,)
     args = (queries, keys, values, result, pos, T, qk_scale, S, H, H // KH, positions_at_once)
-    start(_hopper_attention_kernel, grid, q.device, *args, num_warps=4)
+    run_or_compile(_hopper_attention_kernel, grid, q.device, *args, num_warps=4)
 
 
 # ---- attention of a few rows

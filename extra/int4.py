@@ -1,4 +1,4 @@
-"""4-bit integers with a scale and a zero point for each group of 32 columns, 4.5 bits a weight:
+"""4-bit integers with a scale and a zero point for each group of 32 columns, 4.5 bits per weight:
 
     W[n, k] = row[n] * scale[n, g] * (code[n, k] - zero[n, g] / 16)
 

@@ -49,7 +49,7 @@ from products import (
 )
 
 Value = TypeVar("Value")
-# How long ranks wait for one another while the user thinks; if one dies, torchrun ends the others
+# How long ranks wait for one another, as for the user's input; if one dies, torchrun ends the others
 PATIENCE = timedelta(days=20)
 
 # ---- the ranks
@@ -225,7 +225,7 @@ def share(count: int, rank: int, size: int) -> slice:
 # ---- the exchange: sums and gathers through the memory of the other GPUs, which takes a fraction of
 #      the time of a call of NCCL.
 #
-#      Up to 16 tokens. A pass of a 7B model takes 64 sums, of 4,096 values a token: what counts is
+#      Up to 16 tokens. A pass of a 7B model takes 64 sums, of 4,096 values per token: what counts is
 #      latency, not bandwidth. A flag that says "all is written" would need a fence and a second trip,
 #      so this is NCCL's low-latency protocol: each value travels with the number of its sum, in an
 #      entry of eight bytes, and eight bytes arrive whole. The product kernel writes an entry for each
@@ -233,7 +233,7 @@ def share(count: int, rank: int, size: int) -> slice:
 #      polls the entries in its own rank's memory until all of them bear this sum's number, and adds
 #      them up. Numbers repeat after 2^32 sums.
 #
-#      A prompt, or a few tokens where a product has no kernel of ours for them. Here bandwidth counts,
+#      A prompt, or a few tokens where we have no kernel for their product. Here bandwidth counts,
 #      so terms have no numbers. Each rank computes its own in its own memory; then a kernel on each
 #      rank waits until those of all ranks are there, reads them, and adds them up in the same order
 #      everywhere. To wait, the programs of that kernel meet: each sets a flag in the memory of every
@@ -286,7 +286,7 @@ def _store_entries(
     args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
 ):
     """An epilogue: y written as entries [T, N] to every rank. args: the addresses of the inboxes,
-    one a rank, and the number."""
+    one per rank, and the number."""
     RANKS: tl.constexpr = SIZES.ranks
     number, inboxes = ready
     rows, t = rows_and_tokens(row, ROWS, TOKENS)
