@@ -387,7 +387,8 @@ def _vector_kernel(
         gdc_wait(PDL)
     gdc_launch_dependents(PDL)
     row = tl.program_id(0) * ROWS
-    ready = EPILOGUE.prepare(args, row, 1, N, ROWS, 1, EPILOGUE.sizes)
+    SIZES: tl.constexpr = EPILOGUE.sizes
+    ready = EPILOGUE.prepare(args, row, 1, N, ROWS, 1, SIZES)
     rows = row + tl.arange(0, ROWS)
     first = first_rows(ids, N, SUMMED)
     start, scales = (), ()
@@ -454,7 +455,7 @@ def _vector_kernel(
         y += biases
     if EPILOGUE.added is not None:
         y = added + y
-    EPILOGUE.store(args, y, ready, row, 1, N, ROWS, 1, EPILOGUE.sizes)
+    EPILOGUE.store(args, y, ready, row, 1, N, ROWS, 1, SIZES)
 
 
 # ---- a few tokens
@@ -584,7 +585,8 @@ def _few_kernel(
         first = expert.to(tl.int64) * N
         slots += begin
         args = args + (slots,)
-    ready = EPILOGUE.prepare(args, row, T, N, TILE.rows, TOKENS, EPILOGUE.sizes)
+    SIZES: tl.constexpr = EPILOGUE.sizes
+    ready = EPILOGUE.prepare(args, row, T, N, TILE.rows, TOKENS, SIZES)
     BLOCK: tl.constexpr = TILE.warps * TILE.steps * 4 * EACH
     # Without experts before the wait: the first tiles of W, the scales and the bias
     w_tiles = ()
@@ -622,7 +624,7 @@ def _few_kernel(
         rows, t = rows_and_tokens(row, TILE.rows, TOKENS)
         added = tl.load(args[EPILOGUE.added] + t * N + rows, mask=(rows < N) & (t < T), other=0.0)
         y += added.to(tl.float32)
-    EPILOGUE.store(args, y, ready, row, T, N, TILE.rows, TOKENS, EPILOGUE.sizes)
+    EPILOGUE.store(args, y, ready, row, T, N, TILE.rows, TOKENS, SIZES)
 
 
 # ---- launching

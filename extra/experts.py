@@ -347,8 +347,9 @@ def _grouped_kernel(
     if FORMAT.gain is not None:
         acc *= row_scale(w, w_rows, rows < N, FORMAT.gain)[:, None]
     args = args + (order + begin,)
-    ready = EPILOGUE.prepare(args, row, T, N, ROWS, TOKENS, EPILOGUE.sizes)
-    EPILOGUE.store(args, acc, ready, row, T, N, ROWS, TOKENS, EPILOGUE.sizes)
+    SIZES: tl.constexpr = EPILOGUE.sizes
+    ready = EPILOGUE.prepare(args, row, T, N, ROWS, TOKENS, SIZES)
+    EPILOGUE.store(args, acc, ready, row, T, N, ROWS, TOKENS, SIZES)
 
 
 # How many slots an expert must have on average, before its 4-bit matrices are recoded for the 8-bit

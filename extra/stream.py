@@ -149,7 +149,8 @@ def stream_kernel(
     end = tl.minimum(row + ROWS * TILES, N)
     COUNT: tl.constexpr = max(32, triton.next_power_of_2(ROWS * TILES))
     offs = tl.arange(0, COUNT)
-    ready = EPILOGUE.prepare(args, row, 1, end, COUNT, 1, EPILOGUE.sizes)
+    SIZES: tl.constexpr = EPILOGUE.sizes
+    ready = EPILOGUE.prepare(args, row, 1, end, COUNT, 1, SIZES)
     first, offsets = first_rows(ids, N, SUMMED), ()
     for slot in tl.static_range(SUMMED):
         offsets += ((first[slot] - slot) * K,)
@@ -223,4 +224,4 @@ def stream_kernel(
         y += biases
     if EPILOGUE.added is not None:
         y += added
-    EPILOGUE.store(args, y, ready, row, 1, end, COUNT, 1, EPILOGUE.sizes)
+    EPILOGUE.store(args, y, ready, row, 1, end, COUNT, 1, SIZES)
