@@ -704,14 +704,18 @@ def perplexity(
     """Evaluate ids in windows of ctx tokens, every `stride`, each started with bos, and yield, part
     by part, each token's loss; with a second model also its loss, and how far their distributions
     differ. A window's input is bos and all its tokens but the last; each token counts in the first
-    window with it."""
+    window with it. Without a bos, which a negative one says, windows hold nothing but text, as in
+    llama.cpp: each starts with the token before it, and the first of all does not count."""
+    before = [bos] * len(ids)
+    if bos < 0:
+        before, ids = ids, ids[1:]
     models = [m for m in (model, against) if m is not None]
     states = [State(m, ctx) for m in models]
     end = 0
     for start in range(0, len(ids), stride):
         skip = end - start  # tokens that counted in the window before
         end = min(start + ctx, len(ids))
-        window = [bos, *ids[start:end]]
+        window = [before[start], *ids[start:end]]
         for m, state in zip(models, states):
             state.truncate(0)
             if skip:
@@ -739,8 +743,11 @@ def run_perplexity(args: argparse.Namespace) -> None:
     model = open_checkpoint(args, args.dtype[0], args.ctx_size, args.format[0])
     tokenizer = Tokenizer(model.checkpoint.folder, model.config.vocab_size, model.config.bos_id)
     ids = tokenizer.encode(text, bos=False)
-    if len(ids) < 2:
-        few = f"{len(ids)} tokens; a mean with its error needs 2 or more"
+    count = len(ids)
+    if tokenizer.bos < 0:
+        count -= 1
+    if count < 2:
+        few = f"{count} tokens to predict; a mean with its error needs 2 or more"
         raise ValueError(f"{args.perplexity} has {few}")
     against = None
     if args.against:
@@ -753,7 +760,7 @@ def run_perplexity(args: argparse.Namespace) -> None:
         against = open_checkpoint(plain, args.against, args.ctx_size, "none")
     parts = []
     total, done = 0.0, 0
-    with tqdm(total=len(ids), unit=" tokens", disable=None, leave=False) as bar:
+    with tqdm(total=count, unit=" tokens", disable=None, leave=False) as bar:
         for part in perplexity(model, ids, tokenizer.bos, args.ctx_size, args.stride, against):
             parts.append(part)
             total += part["loss"].sum().item()

@@ -4512,22 +4512,27 @@ def test_bench_quality_by_hand():
 
 
 @pytest.mark.parametrize("stride", [24, 10, 1])
-def test_bench_perplexity_equals_transformers(tiny, tiny_model, stride):
-    """Beside another model, from which this one diverges: KL(other || this)."""
+@pytest.mark.parametrize("bos", [1, -1])
+def test_bench_perplexity_equals_transformers(tiny, tiny_model, stride, bos):
+    """Beside another model, from which this one diverges: KL(other || this). Without a bos, a
+    window starts with the token before it."""
     theirs = transformers.LlamaForCausalLM.from_pretrained(tiny)
     other = other_model(tiny_model)
     ids, ctx = torch.randint(3, 300, (70,)).tolist(), 24
-    found = [*bench.perplexity(tiny_model, ids, 1, ctx, stride, against=other)]
+    found = [*bench.perplexity(tiny_model, ids, bos, ctx, stride, against=other)]
+    text = [1, *ids] if bos == 1 else ids
     values = {name: torch.cat([part[name] for part in found]).double() for name in found[0]}
     expected = {name: [] for name in values}
-    for first in range(70):  # each counts in the first window that has it
-        start = next(start for start in range(0, 70, stride) if first < start + ctx)
-        window = [1, *ids[start:first]]
+    for i in range(1, len(text)):  # each counts in the first window that has it
+        start = next(start for start in range(0, 70, stride) if i <= start + ctx)
+        window = text[start:i]
+        if bos == 1:
+            window[0] = 1
         rows = oracle(theirs, window), logits_of(other, window)
         q, p = (row[-1].log_softmax(-1) for row in rows)
         kl = torch.nn.functional.kl_div(q, p, reduction="sum", log_target=True)
         same = float(q.argmax() == p.argmax())
-        for name, value in zip(expected, (-q[ids[first]], -p[ids[first]], kl, same)):
+        for name, value in zip(expected, (-q[text[i]], -p[text[i]], kl, same)):
             expected[name].append(float(value))
     for name, theirs in expected.items():
         assert values[name].tolist() == pytest.approx(theirs, abs=1e-3), name
@@ -4624,6 +4629,24 @@ def test_bench_perplexity_from_the_command_line(bench_cli, tiny, tiny_saved, tmp
     assert_refused(refused, "--against needs the original")
 
 
+def test_bench_perplexity_without_a_bos(bench_cli, copy, tmp_path):
+    train_sentencepiece(copy, bos_id=-1)
+    for name in ("config.json", "generation_config.json"):
+        edit(copy / name, bos_token_id=None)
+    ids = Tokenizer(copy).encode(TEXT)
+    (tmp_path / "text").write_text(TEXT)
+    (tmp_path / "two").write_text(Tokenizer(copy).decode(ids[:2]))
+    flags = ("-m", copy, "--device", "cpu", "-o", "json", "--perplexity")
+    (row,) = rows_of(bench_cli(*flags, tmp_path / "text"))
+    loss = torch.nn.functional.cross_entropy(
+        logits_of(load(copy, device="cpu"), ids)[:-1], torch.tensor(ids[1:])
+    )
+    assert row["tokens"] == len(ids) - 1 and row["perplexity"] == pytest.approx(
+        float(loss.exp()), rel=1e-4
+    )
+    assert_refused(bench_cli(*flags, tmp_path / "two"), "has 1 tokens to predict")
+
+
 def test_bench_threads(bench_cli, tiny, request):
     request.addfinalizer(lambda: torch.set_num_threads(1))
     for given, name in (([], "CPU, 1 thread"), (["-t", "2"], "CPU, 2 threads")):
@@ -4655,7 +4678,7 @@ def test_bench_draws_the_same_lengths():
 def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path):
     (tmp_path / "bad").write_bytes(b"ab\xff")
     (tmp_path / "one").write_text("a")
-    few = "has 1 tokens; a mean with its error needs 2 or more"
+    few = "has 1 tokens to predict; a mean with its error needs 2 or more"
     for arguments, text in (
         (["-m", "random:9b"], "the shapes are 1.1b, 7b"),
         (["-m", "random:7b:0"], "'0' is not a number of layers"),
