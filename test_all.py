@@ -2688,7 +2688,7 @@ def test_a_chat_in_any_order(tiny, tiny_model, tmp_path, monkeypatch, capsys):
             seen.clear()
             with monkeypatch.context() as patch:
                 interrupted_at(patch, session.model.ops, stops)
-                assert shown.turn(line)
+                shown.turn(line)
             command, _, rest = line.partition(" ")
             earlier, message = turns, to_read + line
             if command == "/regen" and turns:
@@ -2763,8 +2763,10 @@ def test_what_fits_into_the_context(tiny):
 
 
 def test_lines_of_a_chat(cli, tiny):
-    turns = chat_objects(cli, tiny, "/usr/bin/python says", "", "one \\", "two", "/bye", "no")
-    assert [turn["prompt"] for turn in turns] == ["/usr/bin/python says", "one \ntwo"]
+    messages = "/usr/bin/python says", "/etc is what?", "/* a comment */", "/ or \\?"
+    turns = chat_objects(cli, tiny, *messages, "", "one \\", "two", "/usr\\", "next", "/bye", "no")
+    said = [*messages, "one \ntwo", "/usr\nnext"]
+    assert [turn["prompt"] for turn in turns] == said and all("text" in turn for turn in turns)
     assert chat_objects(cli, tiny, "one\\")[0]["prompt"] == "one", "the input ended"
     assert "generated 12 tokens" in chat(cli, tiny, "hello", "again")[2]
     assert "0 tokens" not in chat(cli, tiny)[2], "nothing was evaluated"
@@ -2790,7 +2792,7 @@ def test_what_a_chat_says(cli, tiny, tmp_path):
     said = {
         "/HELP": "/clear        forget",
         "/?": "/clear        forget",
-        "/regne now": "no command /regne; /help lists them",
+        "/system\\\nBe kind.\\\nAnd terse.": "with this system prompt",
         "/clear": "conversation cleared",
         "/system Be kind.": "with this system prompt",
         "/system": "without a system prompt",
@@ -2830,6 +2832,7 @@ def test_chat_errors_end_only_their_turn(cli, tiny, tmp_path):
         "\udcff": "not UTF-8",
         "bad": "too bad",
         "/system " + "tell me a tale " * 60: "prompt takes",
+        "/REGNE now": "no command /regne: did you mean /regen? /help lists them",
         "/read": "/read needs the name of a file",
         "/read nowhere": "nowhere: No such file",
         "/read /dev/zero": "/dev/zero has more than 64,000,000 bytes",
