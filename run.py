@@ -28,7 +28,9 @@ from extra.cli import (
     import_torch,
     model_contradiction,
     note,
+    open_session,
     read_input,
+    sampling_flags,
     set_environment,
     settle_model,
     use_safe_streams,
@@ -221,42 +223,6 @@ def read_prompt(args: argparse.Namespace) -> str | None:
     if args.file is None and args.prompt is None and sys.stdin.isatty():
         return None
     return read_input(args.file)
-
-
-def open_session(args: argparse.Namespace, ranks: Ranks) -> Session:
-    """A session for the model that flags describe, here and in serve.py."""
-    from extra.config import unsupported_settings
-    from session import Session
-
-    session = Session(
-        args.model,
-        dtype=args.dtype,
-        device=args.device,
-        ctx_size=args.ctx_size,
-        backend=args.backend,
-        format=args.format,
-        kv_fp8=args.kv_fp8,
-        accumulate=args.accumulate,
-        quiet=args.quiet,
-        chat_template=args.chat_template,
-        threads=args.threads,
-        lookup=args.lookup,
-        draft=args.draft,
-        draft_max=args.draft_max,
-        ranks=ranks,
-        sampling=sampling_flags(args),
-    )
-    ignored = unsupported_settings(session.model.checkpoint.folder)
-    if ignored and not args.quiet:
-        note(f"note: generation_config.json: {', '.join(ignored)}: not supported, ignored")
-    return session
-
-
-def sampling_flags(args: argparse.Namespace) -> dict[str, float]:
-    """The sampler's settings that flags give. serve.py has no such flags, since each request says
-    how it samples."""
-    flags = vars(args)
-    return {name: flags[name] for name in SETTINGS if flags.get(name) is not None}
 
 
 def text_options(args: argparse.Namespace) -> dict:
