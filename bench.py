@@ -40,11 +40,11 @@ from extra.cpu import cpu_product_dtype
 from extra.hardware import DTYPES
 from extra.parallel import Ranks
 from extra.random_model import random_model
+from extra.settings import Sampling
 from formats import Matrix
 from launch import jit, tl
 from model import Llama, State, Timings, generate
 from products import tensor_core_format
-from sampling import Sampling
 from tokenizer import TextStream, Tokenizer
 
 # ---- the model to measure
@@ -275,7 +275,7 @@ class Row:
     kv: str  # type of keys and values
     test: str
     tokens_per_s: float
-    std: float
+    std: float | None  # None: a single run
     # Of the read ceiling for generation, of the product ceiling for a prompt
     percent_of_ceiling: float
 
@@ -297,10 +297,10 @@ def device_name(device: torch.device, ranks: Ranks) -> str:
     return name
 
 
-def spread(values: list[float]) -> tuple[float, float]:
-    """Mean and standard deviation."""
+def spread(values: list[float]) -> tuple[float, float | None]:
+    """Mean and standard deviation, None of a single value."""
     if len(values) == 1:
-        return values[0], 0.0
+        return values[0], None
     return statistics.mean(values), statistics.stdev(values)
 
 

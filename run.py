@@ -66,11 +66,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="text to continue; - reads standard input; with --chat, the message")
     add("-f", "--file", metavar="FILE", only="text chat",
         help="read the prompt from a file, without escapes")
-    add("-e", "--escape", action="store_true", default=True,
-        help="\\n, \\t, \\\\, \\\" and \\xHH in --prompt, --system and --stop mean what they do in C:"
-        " the default")
-    add("--no-escape", action="store_false", dest="escape", default=True,
-        help="take them literally")
+    add("--no-escape", action="store_true",
+        help="take \\n, \\t, \\\\, \\\" and \\xHH in --prompt, --system and --stop as they are written;"
+        " otherwise they mean what they do in C")
     add("-n", "--n-predict", "--predict", type=within(int, -2), default=-1, metavar="N",
         help="tokens to generate; -1 and -2: until the end or a full context")
     add("-r", "--reverse-prompt", "--stop", action="append", dest="stop", default=[],
@@ -119,7 +117,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     settle_model(args)
     if error := contradiction(args) or model_contradiction(args):
         parser.error(error)
-    if args.escape:
+    if not args.no_escape:
         args.prompt = args.prompt and unescaped(args.prompt)
         args.system = unescaped(args.system)
         args.stop = [unescaped(stop) for stop in args.stop]
@@ -314,7 +312,7 @@ def summary(args: argparse.Namespace, session: Session) -> str:
         for name, value in read_sampling(checkpoint.folder, sampling_flags(args)).items()
     ]
     if own:
-        lines.append(f"sampling  {', '.join(own)} (the checkpoint's own; flags override them)")
+        lines.append(f"sampling  {', '.join(own)} (from the checkpoint; flags override it)")
     return "\n".join(lines)
 
 
@@ -335,7 +333,7 @@ def closing(session: Session) -> str:
             generated += f", {1e3 * t.step_seconds / t.steps:.2f} ms per token, {rate:.1f} tokens/s"
         lines += [prompt, generated]
     if session.speculation:
-        lines.append(session.speculation.summary().removesuffix("\n"))
+        lines.append(session.speculation.summary())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     memory = f"memory    peak {peak / 1e9:.2f} GB"
     if session.model.device.type == "cuda":

@@ -1965,7 +1965,7 @@ def test_what_is_said_of_a_run(tiny_session, tiny, monkeypatch):
     monkeypatch.setattr(run.resource, "getrusage", lambda who: usage)
     timings = Timings(100, 0.5, new_tokens=21, steps=20, step_seconds=4.0)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 2_500_000_000)
-    proposals = SimpleNamespace(summary=lambda: "proposals 3 passes\n")
+    proposals = SimpleNamespace(summary=lambda: "proposals 3 passes")
     session = SimpleNamespace(
         timings=timings, load_seconds=1.254, speculation=proposals, types=lambda: "fp32",
         model=SimpleNamespace(device=torch.device("cuda")),
@@ -2018,7 +2018,7 @@ def test_sampling_of_the_checkpoint(cli, copy):
     file.write_text(json.dumps(fields))
     run = lambda *flags: cli("-m", copy, "-p", "Once", "-n", 8, "-s", 1, *flags)
     _, own, err = run()
-    said = "sampling  temp 0, top-p 0.5, repeat-penalty 1.5, repeat-last-n -1 (the checkpoint's"
+    said = "sampling  temp 0, top-p 0.5, repeat-penalty 1.5, repeat-last-n -1 (from the checkpoint"
     assert said in err
     same_flags = ("--temp", 0, "--top-p", 0.5, "--repeat-penalty", 1.5, "--repeat-last-n", -1)
     _, same, err = run(*same_flags)
@@ -2026,7 +2026,7 @@ def test_sampling_of_the_checkpoint(cli, copy):
     assert "sampling  top-p 0.5 (" in run("--repeat-penalty", 1, "--temp", 0)[2]
     edit(file, min_p=0.3, top_k=7)
     said = "temp 0, top-k 7, top-p 0.5, min-p 0.3, repeat-penalty 1.5, repeat-last-n -1"
-    assert f"sampling  {said} (the checkpoint's" in run()[2]
+    assert f"sampling  {said} (from the checkpoint" in run()[2]
     assert "min-p" not in run("--min-p", 0)[2].partition("sampling")[2]
     edit(file, top_p=2)
     assert_refused(run(), "generation_config.json: top_p is 2; it must be a number from 0 to 1")
@@ -2228,7 +2228,7 @@ def test_flags_at_their_edges(flag, capfd, monkeypatch):
 def test_flags_that_are_not_given():
     args = vars(run.parse_args([]))
     expected = dict(
-        n_predict=-1, stop=[], ignore_eos=False, escape=True, min_p=None, repeat_last_n=None,
+        n_predict=-1, stop=[], ignore_eos=False, no_escape=False, min_p=None, repeat_last_n=None,
         temp=None, top_k=None, top_p=None, repeat_penalty=None, ctx_size=None, dtype="auto",
         format=None, kv_fp8=False, device="auto", threads=None, lookup=None, draft_max=4,
         mode="text", output="text", quiet=False, model=str(cli_module.DEFAULT_MODEL),
@@ -4463,8 +4463,8 @@ def test_bench_rows_by_hand(monkeypatch, capsys):
     assert found == [
         ("pp4", 200, pytest.approx(spread), pytest.approx(100 * 200 * 8.48 / 4)),
         ("pp4 @ d5", 200, pytest.approx(spread), pytest.approx(100 * 200 * 9.76 / 4)),
-        ("tg2", 50, 0, pytest.approx(100 * 50 * 4.224)),
-        ("tg2 @ d5", 50, 0, pytest.approx(100 * 50 * 4.544)),
+        ("tg2", 50, None, pytest.approx(100 * 50 * 4.224)),
+        ("tg2 @ d5", 50, None, pytest.approx(100 * 50 * 4.544)),
     ]
     assert {r.size_gb for r in rows} == {4160 / 1e9}
     err = capsys.readouterr().err

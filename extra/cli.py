@@ -206,7 +206,7 @@ IGNORED = (  # flags of llama.cpp that mean nothing here
     "-ngl --gpu-layers --n-gpu-layers -fa --flash-attn -b --batch-size -ub --ubatch-size --mmap "
     "--no-mmap --mlock --jinja --no-warmup -co --color --log-disable --simple-io -tb "
     "--threads-batch --context-shift --no-context-shift --keep -np --parallel --numa --perf "
-    "--no-perf --repack --no-repack --verbose-prompt -mli --multiline-input"
+    "--no-perf --repack --no-repack --verbose-prompt -mli --multiline-input -e --escape"
 ).split()
 
 
