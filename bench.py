@@ -232,8 +232,7 @@ def cell(value: object) -> str:
 
 def show(rows: Iterable[dict], form: str = "md", later: dict[str, list[str]] | None = None) -> None:
     """Print rows with the same keys as md or jsonl, each as soon as it is known, or as json, which
-    is one value. later: texts that a column will show and that may be wider than its first one; not
-    needed if rows is a list."""
+    is one value. later: values still to come, to size the columns; not needed if rows is a list."""
     if form == "json":
         print(json.dumps(list(rows), indent=1), flush=True)
     elif form == "jsonl":
@@ -347,10 +346,10 @@ def bound(model: Llama, test: Test) -> float:
     return read_ceiling(model.device) / decode_bytes(model, test.depth + test.n / 2)
 
 
-def throughput(args: argparse.Namespace, dtype: str, form: str) -> Iterator[Row]:
+def throughput(args: argparse.Namespace, dtype: str, format: str) -> Iterator[Row]:
     """The rows of one model: prompts, then generation, at each depth."""
     start = time.perf_counter()
-    model = open_model(args, dtype, max(test.depth + test.n for test in args.tests) + 1, form)
+    model = open_model(args, dtype, max(test.depth + test.n for test in args.tests) + 1, format)
     loaded = time.perf_counter() - start
     state, device = State(model), model.device
     note(f"loaded in {loaded:.2f} s on {device}{args.ranks.described(model.exchange, device)}")
@@ -382,9 +381,9 @@ def throughput(args: argparse.Namespace, dtype: str, form: str) -> Iterator[Row]
 
 def speed_rows(args: argparse.Namespace) -> Iterator[Row]:
     """The rows of the table: each model in each dtype and format."""
-    for model, dtype, form in itertools.product(args.models, args.dtype, args.format):
+    for model, dtype, format in itertools.product(args.models, args.dtype, args.format):
         args.model = model
-        yield from throughput(args, dtype, form)
+        yield from throughput(args, dtype, format)
 
 
 def show_speeds(

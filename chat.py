@@ -267,12 +267,12 @@ class Chat:
         self.to_read = ""  # text from /read, which goes before the next message
         self.stats = False  # whether each answer's speed is shown
         self.leaving = False
-        self.stays = False  # whether Ctrl-C ends an answer but not the chat
+        self.survives_ctrl_c = False  # then it only ends an answer
 
     def run(self) -> int:
         """Answer one message after another until the input ends. Returns the exit code."""
         # With several processes, torchrun ends them all
-        self.stays = self.reader.interactive and self.ranks.size == 1
+        self.survives_ctrl_c = self.reader.interactive and self.ranks.size == 1
         warned = False
         while not self.leaving:
             try:
@@ -283,7 +283,7 @@ class Chat:
                 self.leaving = True
             except KeyboardInterrupt:
                 has_text = self.reader.has_text()
-                if not self.stays or warned and not has_text:
+                if not self.survives_ctrl_c or warned and not has_text:
                     return 130
                 note("")
                 if not has_text:
@@ -311,8 +311,10 @@ class Chat:
         if name.startswith("/"):  # what is far from all commands, such as a path, is a message
             similar = difflib.get_close_matches(name, COMMANDS, 1, 0.8)
         try:
-            if name in COMMANDS:
-                COMMANDS[name].run(self, argument)
+            if command := COMMANDS.get(name):
+                if command.argument == "FILE" and not argument:
+                    raise ValueError(f"{name} needs the name of a file")
+                command.run(self, argument)
             elif similar:
                 raise ValueError(f"no command {name}: did you mean {similar[0]}? /help lists them")
             elif self.answer(self.to_read + message):
@@ -386,17 +388,13 @@ class Chat:
         self.output.note(", ".join(f"{name} {value}" for name, value in values))
 
     def save(self, name: str) -> None:
-        """Write the conversation as JSON. Raises ValueError or OSError."""
-        if not name:
-            raise ValueError("/save needs the name of a file")
+        """Write the conversation as JSON. Raises OSError."""
         text = json.dumps(self.conversation.messages, indent=1)
         self.ranks.broadcast(lambda: Path(os.path.expanduser(name)).write_text(text))
         self.output.note(f"saved to {name}")
 
     def load(self, name: str) -> None:
         """Go on from a conversation that `save` wrote. Raises ValueError or OSError."""
-        if not name:
-            raise ValueError("/load needs the name of a file")
         text = self.ranks.broadcast(lambda: read_input(os.path.expanduser(name)))
         try:
             self.conversation.go_on_from(json.loads(text))
@@ -406,8 +404,6 @@ class Chat:
 
     def read(self, name: str) -> None:
         """Put a file's text before the next message. Raises ValueError or OSError."""
-        if not name:
-            raise ValueError("/read needs the name of a file")
         text = self.ranks.broadcast(lambda: read_input(os.path.expanduser(name)))
         text = text.replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")
         to_read = f"{self.to_read}{text}\n\n"
@@ -428,7 +424,7 @@ class Chat:
             self.output.note(f"note: the context of {size} tokens is full: {dropped}")
         self.blank_line()
         self.output.write(generation, message)
-        if generation.ended_by == "interrupt" and not self.stays:
+        if generation.ended_by == "interrupt" and not self.survives_ctrl_c:
             raise KeyboardInterrupt
         if generation.ended_by == "length":
             self.output.note(f"note: cut after {generation.timings.new_tokens} tokens (see -n)")

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 # ---- the command line
 
-# See mode_of, and what messages call each mode
+# The modes (see mode_of) and their names in messages
 MODES = {"text": "a prompt", "bare": "no prompt", "chat": "--chat", "save": "--save"}
 
 

@@ -2679,7 +2679,7 @@ def test_a_chat_in_any_order(tiny, tiny_model, tmp_path, monkeypatch, capsys):
     def check(lines):
         talk = Conversation(session)
         shown = Chat(talk, Output(session, quiet=True), n=4, ignore_eos=True)
-        shown.stays = True
+        shown.survives_ctrl_c = True
         system, turns, to_read, at = [], [], "", dict(temp=0.8, seed=0)
         saved.write_text("[]")
         kept = ([], [])

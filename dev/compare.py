@@ -132,8 +132,8 @@ def rows_of_both(args: argparse.Namespace) -> Iterator[Row]:
     for model, dtype in itertools.product(args.models, args.dtype):
         args.model = model
         plain = []  # transformers has no format like ours
-        for form in args.format:
-            for ours in bench.throughput(args, dtype, form):
+        for format in args.format:
+            for ours in bench.throughput(args, dtype, format):
                 row = Row(**vars(ours))
                 yield row
                 if row.format == "none":
