@@ -369,8 +369,8 @@ def throughput(args: argparse.Namespace, dtype: str, format: str) -> Iterator[Ro
         kv="e4m3" if model.kv_fp8 else dtype_name,
     )
     for test in args.tests:
-        measure = prompt_speeds if test.kind == "pp" else generation_speeds
-        mean, std = spread(measure(model, state, test, args.repetitions))
+        speeds_of = prompt_speeds if test.kind == "pp" else generation_speeds
+        mean, std = spread(speeds_of(model, state, test, args.repetitions))
         yield Row(**about, test=str(test), tokens_per_s=mean, std=std,
             percent_of_ceiling=percent(mean, bound(model, test)))  # fmt: skip
     as_dtype = product_dtype(model)
