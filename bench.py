@@ -1,4 +1,6 @@
-"""Tokens per second, each beside the hardware's limit, measured in the same run; and perplexity."""
+"""Tokens per second, each beside the hardware's limit, measured in the same run; and perplexity.
+
+The flags are in extra/bench_flags.py, models with random weights in extra/random_model.py."""
 
 from __future__ import annotations
 
@@ -13,197 +15,19 @@ import gc
 import itertools
 import json
 import math
-import random
-import re
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from pathlib import Path
-from typing import NamedTuple
 
-from extra.cli import (
-    DEFAULT_MODEL,
-    DTYPE_NAMES,
-    FORMAT_NAMES,
-    Parser,
-    add_device_flags,
-    exit_code,
-    import_torch,
-    note,
-    text_of,
-    use_safe_streams,
-    within,
-)
+from extra.bench_flags import Test, parse_args
+from extra.cli import DEFAULT_MODEL, exit_code, import_torch, note, use_safe_streams
+from extra.files import text_of
 
-# ---- the command line: before torch is imported, which takes seconds
-
-# The first fields of Config: dim, layers, heads, key/value heads, head_dim, hidden_dim, vocabulary
-SHAPES = {
-    "1.1b": (2048, 22, 32, 4, 64, 5632, 32000),  # TinyLlama
-    "7b": (4096, 32, 32, 32, 128, 11008, 32000),  # Llama 2, as are 13b and 70b
-    "8b": (4096, 32, 32, 8, 128, 14336, 128256),  # Llama 3
-    "13b": (5120, 40, 40, 40, 128, 13824, 32000),
-    "70b": (8192, 80, 64, 8, 128, 28672, 32000),
-    "Llama-3.2-1B": (2048, 16, 32, 8, 64, 8192, 128256),
-    "Llama-3.2-3B": (3072, 28, 24, 8, 128, 8192, 128256),
-    "Qwen2.5-0.5B": (896, 24, 14, 2, 64, 4864, 151936),
-    "Qwen2.5-1.5B": (1536, 28, 12, 2, 128, 8960, 151936),
-    "SmolLM2-135M": (576, 30, 9, 3, 64, 1536, 49152),
-    "SmolLM2-360M": (960, 32, 15, 5, 64, 2560, 49152),
-    "Qwen3-30B-A3B": (2048, 48, 32, 4, 128, 768, 151936),
-    "Mixtral-8x7B": (4096, 32, 32, 8, 128, 14336, 32000),
-}
-EXPERTS = {"Qwen3-30B-A3B": (128, 8), "Mixtral-8x7B": (8, 2)}  # and how many a token goes through
-
-
-class Test(NamedTuple):
-    """What a row of tokens per second measures."""
-
-    kind: str  # "pp", a prompt, or "tg", generation
-    n: int  # tokens
-    depth: int  # tokens already in the cache
-
-    def __str__(self) -> str:
-        if self.depth:
-            return f"{self.kind}{self.n} @ d{self.depth}"
-        return f"{self.kind}{self.n}"
-
-
-def several(kind: Callable[[str], object]) -> Callable[[str], list]:
-    """An argparse type: one value of a type, or several with commas."""
-    return lambda text: [kind(part) for part in text.split(",")]
-
-
-def one_of(*allowed: str) -> Callable[[str], str]:
-    """An argparse type: one of these words."""
-
-    def name(text: str) -> str:
-        if text not in allowed:
-            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(allowed)}")
-        return text
-
-    return name
-
-
-def add_model_flags(parser: Parser) -> None:
-    """The flags that choose a model, of bench.py and of the scripts in dev/."""
-    add = parser.group("model")
-    # fmt: off
-    add("-m", "--model", action="append", dest="models", default=[], metavar="MODEL",
-        help=f"a checkpoint [models/tales], or random:SHAPE: {', '.join(SHAPES)}, tales,"
-        " SHAPE:LAYERS or a config.json; may be repeated, as may --dtype, --format, -p, -n and -d,"
-        " which also take lists with commas")
-    add("-c", "--ctx-size", type=within(int, 1, 1 << 24), metavar="N",
-        help="context size; with --perplexity [512]")
-    add("--dtype", type=several(one_of("auto", *DTYPE_NAMES)), action="extend", default=["auto"],
-        metavar="TYPE", help=f"auto, {', '.join(DTYPE_NAMES)}")
-    add("--format", type=several(one_of("none", *FORMAT_NAMES)), action="extend", default=["none"],
-        metavar="FORMAT", help=f"of the matrices: none, {', '.join(FORMAT_NAMES)}")
-    add("--kv-fp8", action="store_true", help="8-bit keys and values")
-    # fmt: on
-    add_device_flags(parser)
-
-
-def counts_of(text: str) -> list[int]:
-    """An argparse type: counts of tokens with commas, of which LOW-HIGH:COUNT stands for that many
-    of the range, in order. They are drawn at random, but always the same, so that runs can be
-    compared and ranks agree."""
-    count = within(int, 0, 1 << 24)
-    counts = []
-    for part in text.split(","):
-        drawn = re.fullmatch(r"(\d+)-(\d+):(\d+)", part)
-        if not drawn:
-            counts.append(count(part))
-            continue
-        low, high, many = map(count, drawn.groups())
-        if many > high + 1 - low:
-            raise argparse.ArgumentTypeError(f"{part}: so many counts are not in the range")
-        counts += sorted(random.Random(part).sample(range(low, high + 1), many))
-    return counts
-
-
-def add_counts(add: Callable, *names: str, default: int, help: str) -> None:
-    """A flag that takes one or several counts of tokens."""
-    add(*names, type=counts_of, action="extend", default=[default], metavar="N", help=help)
-
-
-def add_test_flags(parser: Parser, modes: str = "") -> None:
-    """The flags that say what is timed. modes: those in which they apply, if not all."""
-    add = parser.group("tests", modes)
-    help = "tokens of a prompt, or 17-4096:20, 20 lengths at random; 0 leaves the test out [512]"
-    add_counts(add, "-p", "--n-prompt", default=512, help=help)
-    add_counts(add, "-n", "--n-gen", default=128, help="tokens to generate; 0: none [128]")
-    add_counts(add, "-d", "--depth", default=0, help="tokens already in the cache [0]")
-    runs = within(int, 1, 1000)
-    help = "timed runs, after one warm-up"
-    add("-r", "--repetitions", type=runs, default=5, metavar="N", help=help)
-
-
-def add_output_flags(parser: Parser) -> None:
-    add = parser.group("output")
-    add("-o", "--output", choices=["md", "json", "jsonl"], default="md", help="form of the table")
-    add("--debug", action="store_true", help="print errors with their traceback")
-
-
-def take_one(parser: Parser, args: argparse.Namespace, *flags: str) -> None:
-    """Exit with an error if one of these flags was given several values."""
-    for flag in flags:
-        if len(getattr(args, parser.stored_as(flag))) > 1:
-            parser.error(f"{parser.modes[args.mode]} takes one {flag}")
-
-
-def find_models(parser: Parser, args: argparse.Namespace) -> None:
-    """Set args.models and args.model, the first. Exits with an error if a checkpoint is missing."""
-    parser.find(model for model in args.models if not model.startswith("random:"))
-    args.models = args.models or [str(DEFAULT_MODEL)]
-    args.model = args.models[0]
-
-
-def tests_of(parser: Parser, args: argparse.Namespace) -> list[Test]:
-    """Prompts, then generation, at each depth."""
-    tests = []
-    for kind, counts in (("pp", args.n_prompt), ("tg", args.n_gen)):
-        for depth in args.depth:
-            tests += [Test(kind, n, depth) for n in counts if n]
-    if not tests:
-        parser.error("-p 0 leaves nothing to measure")
-    return tests
-
-
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = Parser(__doc__, {"speed": "tokens per second", "perplexity": "--perplexity"})
-    add = parser.group("perplexity")
-    add("--perplexity", metavar="FILE", help="perplexity of a text, not tokens per second")
-    # fmt: off
-    add("--stride", type=within(int, 1, 1 << 24), metavar="N", only="perplexity",
-        help="step between windows [the window: -c]")
-    add("--against", choices=DTYPE_NAMES, only="perplexity",
-        help="compare with the unquantised model in this dtype")
-    # fmt: on
-    add_model_flags(parser)
-    add_test_flags(parser, "speed")
-    add_output_flags(parser)
-
-    def mode_of(args: argparse.Namespace) -> str:
-        return "perplexity" if args.perplexity else "speed"
-
-    args = parser.parse(argv, mode_of)
-    if args.perplexity:
-        take_one(parser, args, "-m", "--dtype", "--format")
-        args.ctx_size = args.ctx_size or 512
-        args.stride = args.stride or args.ctx_size
-        if args.stride > args.ctx_size:
-            parser.error(f"--stride {args.stride} skips text between windows of {args.ctx_size}")
-    args.tests = tests_of(parser, args)
-    find_models(parser, args)
-    return args
-
-
-if __name__ == "__main__":
+if __name__ == "__main__":  # --help and errors in the command line do not wait for torch
     use_safe_streams()
-    parse_args(None)  # --help and errors in the command line do not wait for torch
+    ARGS = parse_args(None)
     import_torch()
 
 import torch
@@ -211,101 +35,19 @@ from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
 
-from checkpoint import load, read_config
-from extra.cpu import cpu_product_dtype, in_cpu_layout, storage_dtype
-from extra.hardware import (
-    DTYPES,
-    check_accumulate,
-    check_memory,
-    pick_backend,
-    pick_device,
-    pick_dtype,
-)
-from extra.names import Formats, Kind, formats_of, layer_tensors, layer_weights
+from checkpoint import load
+from extra.cpu import cpu_product_dtype
+from extra.hardware import DTYPES
 from extra.parallel import Ranks
+from extra.random_model import random_model
+from extra.settings import Sampling
 from formats import Matrix
-from kernels import FORMATS
 from launch import jit, tl
-from model import Config, Llama, State, Timings, Weights, generate
+from model import Llama, State, Timings, generate
 from products import tensor_core_format
-from sampling import Sampling
 from tokenizer import TextStream, Tokenizer
 
-# ---- models to measure
-
-
-def random_config(spec: str) -> Config:
-    """The configuration of random:7b, random:70b:8 (8 of its layers), random:tales or
-    random:.../config.json. Raises ValueError."""
-    name, _, layers = spec.removeprefix("random:").partition(":")
-    if layers and not (layers.isdecimal() and int(layers) > 0):
-        raise ValueError(f"{spec}: {layers!r} is not a number of layers")
-    if name in SHAPES:
-        fields = dict(norm_eps=1e-5, max_seq_len=1 << 15, dtype=torch.float16)
-        fields["n_experts"], fields["experts_per_token"] = EXPERTS.get(name, (0, 0))
-        fields["qkv_bias"] = name.startswith("Qwen2")
-        fields["qk_norm"] = name.startswith("Qwen3")
-        config = Config(*SHAPES[name], **fields)
-    elif name == "tales":
-        config = read_config(DEFAULT_MODEL)
-    elif name.endswith(".json"):
-        config = read_config(Path(name).parent)
-    else:
-        raise ValueError(f"{spec}: the shapes are {', '.join(SHAPES)}, tales or a config.json")
-    if layers:
-        config = dataclasses.replace(config, n_layers=int(layers))
-    return config
-
-
-def random_weights(
-    c: Config, dtype: torch.dtype, device: torch.device, formats: Formats, backend: str
-) -> Weights:
-    """Weights of a configuration, made on the device: norms and biases are ones; matrices are
-    normally distributed, as large as those that training starts from. Those whose products are
-    added to the residual are smaller, as in GPT-2, and the embedding is larger, so that the tokens
-    of a prompt stay different, and choose different experts. In a format 64 rows repeat, since
-    encoding takes long on a CPU."""
-
-    def normal(
-        rows: int, columns: int, dtype: torch.dtype | None = None, std: float = 0.02
-    ) -> Tensor:
-        return torch.randn(rows, columns, dtype=dtype, device=device).mul_(std)
-
-    def matrix(
-        name: str, shape: tuple[int, int], std: float = 0.02, of_experts: bool = False
-    ) -> Matrix:
-        rows, columns = shape
-        format = formats.get(name)
-        if format is None:
-            w = Matrix(normal(rows, columns, storage_dtype(backend, dtype, device), std))
-        else:
-            block = format.encode(normal(min(rows, 64), columns, std=std))
-            repeated = [t.repeat(-(-rows // len(t)), *[1] * (t.dim() - 1))[:rows] for t in block]
-            w = Matrix(tuple(repeated), format)
-        if of_experts:
-            return w  # products take some of its rows
-        return in_cpu_layout(w, backend, dtype, formats.values())
-
-    def ones(*shape: int) -> Tensor:
-        return torch.ones(shape, dtype=dtype, device=device)
-
-    layers = []
-    for i in tqdm(range(c.n_layers), "random weights", unit=" layers", leave=False, disable=None):
-        values = {}
-        for tensor in layer_tensors(c, i):
-            shape = tensor.shape(c)
-            if tensor.is_matrix:
-                std = 0.02
-                if tensor.field in ("wo", "w2"):
-                    std /= math.sqrt(2 * c.n_layers)
-                values[tensor.field] = matrix(tensor.name, shape, std, tensor.of_experts)
-            elif tensor.kind is Kind.PLAIN:
-                values[tensor.field] = Matrix(normal(*shape, dtype))
-            else:
-                values[tensor.field] = ones(*shape)
-        layers.append(layer_weights(values))
-    embedding = normal(c.vocab_size, c.dim, dtype, std=1.0)
-    return Weights(embedding, layers, ones(c.dim), matrix("output", (c.output_rows, c.dim)))
+# ---- the model to measure
 
 
 def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: str) -> Llama:
@@ -335,23 +77,6 @@ def open_checkpoint(args: argparse.Namespace, dtype: str, ctx_size: int, format:
     model = load(args.model, dtype=dtype, ctx_size=ctx_size, **flags)
     args.folder = model.checkpoint.folder
     return model
-
-
-def random_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: str) -> Llama:
-    ranks = args.ranks
-    config = random_config(args.model)
-    device = pick_device(args.device, ranks)
-    config = config.cut(ranks.size)
-    formats = formats_of(config, FORMATS.get(format))
-    ranks.join(device)
-    backend = pick_backend(args.backend, device)
-    as_dtype = pick_dtype(dtype, config.dtype or torch.float16, device)
-    check_accumulate(args.accumulate, backend, device, as_dtype)
-    check_memory(config, as_dtype, device, ctx_size, formats, args.kv_fp8, ranks)
-    with torch.inference_mode():
-        weights = random_weights(config, as_dtype, device, formats, backend)
-    more = (args.kv_fp8, args.accumulate, ranks)
-    return Llama(config, weights, backend, device, as_dtype, ctx_size, None, *more)
 
 
 # ---- time
@@ -507,8 +232,7 @@ def cell(value: object) -> str:
 
 def show(rows: Iterable[dict], form: str = "md", later: dict[str, list[str]] | None = None) -> None:
     """Print rows with the same keys as md or jsonl, each as soon as it is known, or as json, which
-    is one value. later: texts that a column will show and that may be wider than its first one; not
-    needed if rows is a list."""
+    is one value. later: values still to come, to size the columns; not needed if rows is a list."""
     if form == "json":
         print(json.dumps(list(rows), indent=1), flush=True)
     elif form == "jsonl":
@@ -550,10 +274,9 @@ class Row:
     kv: str  # type of keys and values
     test: str
     tokens_per_s: float
-    std: float
+    std: float | None  # None: a single run
     # Of the read ceiling for generation, of the product ceiling for a prompt
-    percent_of_ceiling: float | None
-    ratio: float | None = None  # ours over another program's, in the rows of that program
+    percent_of_ceiling: float
 
 
 def format_of(model: Llama) -> str:
@@ -573,10 +296,10 @@ def device_name(device: torch.device, ranks: Ranks) -> str:
     return name
 
 
-def spread(values: list[float]) -> tuple[float, float]:
-    """Mean and standard deviation."""
+def spread(values: list[float]) -> tuple[float, float | None]:
+    """Mean and standard deviation, None of a single value."""
     if len(values) == 1:
-        return values[0], 0.0
+        return values[0], None
     return statistics.mean(values), statistics.stdev(values)
 
 
@@ -623,10 +346,10 @@ def bound(model: Llama, test: Test) -> float:
     return read_ceiling(model.device) / decode_bytes(model, test.depth + test.n / 2)
 
 
-def throughput(args: argparse.Namespace, dtype: str, form: str) -> Iterator[Row]:
+def throughput(args: argparse.Namespace, dtype: str, format: str) -> Iterator[Row]:
     """The rows of one model: prompts, then generation, at each depth."""
     start = time.perf_counter()
-    model = open_model(args, dtype, max(test.depth + test.n for test in args.tests) + 1, form)
+    model = open_model(args, dtype, max(test.depth + test.n for test in args.tests) + 1, format)
     loaded = time.perf_counter() - start
     state, device = State(model), model.device
     note(f"loaded in {loaded:.2f} s on {device}{args.ranks.described(model.exchange, device)}")
@@ -646,8 +369,8 @@ def throughput(args: argparse.Namespace, dtype: str, form: str) -> Iterator[Row]
         kv="e4m3" if model.kv_fp8 else dtype_name,
     )
     for test in args.tests:
-        measure = prompt_speeds if test.kind == "pp" else generation_speeds
-        mean, std = spread(measure(model, state, test, args.repetitions))
+        speeds_of = prompt_speeds if test.kind == "pp" else generation_speeds
+        mean, std = spread(speeds_of(model, state, test, args.repetitions))
         yield Row(**about, test=str(test), tokens_per_s=mean, std=std,
             percent_of_ceiling=percent(mean, bound(model, test)))  # fmt: skip
     as_dtype = product_dtype(model)
@@ -658,9 +381,9 @@ def throughput(args: argparse.Namespace, dtype: str, form: str) -> Iterator[Row]
 
 def speed_rows(args: argparse.Namespace) -> Iterator[Row]:
     """The rows of the table: each model in each dtype and format."""
-    for model, dtype, form in itertools.product(args.models, args.dtype, args.format):
+    for model, dtype, format in itertools.product(args.models, args.dtype, args.format):
         args.model = model
-        yield from throughput(args, dtype, form)
+        yield from throughput(args, dtype, format)
 
 
 def show_speeds(
@@ -704,14 +427,18 @@ def perplexity(
     """Evaluate ids in windows of ctx tokens, every `stride`, each started with bos, and yield, part
     by part, each token's loss; with a second model also its loss, and how far their distributions
     differ. A window's input is bos and all its tokens but the last; each token counts in the first
-    window with it."""
+    window with it. Without a bos, which a negative one says, windows hold nothing but text, as in
+    llama.cpp: each starts with the token before it, and the first of all does not count."""
+    before = [bos] * len(ids)
+    if bos < 0:
+        before, ids = ids, ids[1:]
     models = [m for m in (model, against) if m is not None]
     states = [State(m, ctx) for m in models]
     end = 0
     for start in range(0, len(ids), stride):
         skip = end - start  # tokens that counted in the window before
         end = min(start + ctx, len(ids))
-        window = [bos, *ids[start:end]]
+        window = [before[start], *ids[start:end]]
         for m, state in zip(models, states):
             state.truncate(0)
             if skip:
@@ -739,8 +466,11 @@ def run_perplexity(args: argparse.Namespace) -> None:
     model = open_checkpoint(args, args.dtype[0], args.ctx_size, args.format[0])
     tokenizer = Tokenizer(model.checkpoint.folder, model.config.vocab_size, model.config.bos_id)
     ids = tokenizer.encode(text, bos=False)
-    if len(ids) < 2:
-        few = f"{len(ids)} tokens; a mean with its error needs 2 or more"
+    count = len(ids)
+    if tokenizer.bos < 0:
+        count -= 1
+    if count < 2:
+        few = f"{count} tokens to predict; a mean with its error needs 2 or more"
         raise ValueError(f"{args.perplexity} has {few}")
     against = None
     if args.against:
@@ -753,7 +483,7 @@ def run_perplexity(args: argparse.Namespace) -> None:
         against = open_checkpoint(plain, args.against, args.ctx_size, "none")
     parts = []
     total, done = 0.0, 0
-    with tqdm(total=len(ids), unit=" tokens", disable=None, leave=False) as bar:
+    with tqdm(total=count, unit=" tokens", disable=None, leave=False) as bar:
         for part in perplexity(model, ids, tokenizer.bos, args.ctx_size, args.stride, against):
             parts.append(part)
             total += part["loss"].sum().item()
@@ -772,7 +502,7 @@ def run_perplexity(args: argparse.Namespace) -> None:
     show([row | quality(parts, len(text.encode()))], args.output)
 
 
-# ---- the command line again
+# ---- the program
 
 
 def exit_code_of(run: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> int:
@@ -800,10 +530,13 @@ def run_speed(args: argparse.Namespace) -> None:
     note(LEGEND)
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
+def measure(args: argparse.Namespace) -> int:
     return exit_code_of(run_perplexity if args.perplexity else run_speed, args)
 
 
+def main(argv: list[str] | None = None) -> int:
+    return measure(parse_args(argv))
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(measure(ARGS))

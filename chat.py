@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
-import re
 import sys
 import unicodedata
+from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -250,18 +252,6 @@ class Reader:
 
 # ---- the conversation
 
-HELP = """/clear        forget the conversation and any file read
-/system TEXT  set the system prompt, and forget the conversation
-/regen        answer the last message again
-/read FILE    put a text file before the next message
-/set NAME X   change a setting, such as temp 0.5; /set alone shows them
-/stats        turn the speed of answers on or off
-/save FILE    write the conversation to a file
-/load FILE    go on from a conversation in a file
-/exit         leave; so do Ctrl-D and, at an empty line, Ctrl-C twice
-A line that ends in \\ continues on the next one; pasted text is one message. Ctrl-C ends an answer
-or clears the line."""
-
 
 class Chat:
     """Reads messages and commands, and shows answers. With several ranks, rank 0 reads the input;
@@ -276,29 +266,30 @@ class Chat:
         self.reader = Reader()
         self.to_read = ""  # text from /read, which goes before the next message
         self.stats = False  # whether each answer's speed is shown
-        self.stays = False  # whether Ctrl-C ends an answer but not the chat
+        self.leaving = False
+        self.survives_ctrl_c = False  # then it only ends an answer
 
     def run(self) -> int:
         """Answer one message after another until the input ends. Returns the exit code."""
         # With several processes, torchrun ends them all
-        self.stays = self.reader.interactive and self.ranks.size == 1
+        self.survives_ctrl_c = self.reader.interactive and self.ranks.size == 1
         warned = False
-        while True:
+        while not self.leaving:
             try:
-                if not self.turn(self.ranks.broadcast(self.reader.read)):
-                    return 0
+                self.turn(self.ranks.broadcast(self.reader.read))
                 warned = False
             except EOFError:
                 self.blank_line()
-                return 0
+                self.leaving = True
             except KeyboardInterrupt:
                 has_text = self.reader.has_text()
-                if not self.stays or warned and not has_text:
+                if not self.survives_ctrl_c or warned and not has_text:
                     return 130
                 note("")
                 if not has_text:
                     self.output.note("(to leave: Ctrl-C again, Ctrl-D or /exit)")
                 warned = not has_text
+        return 0
 
     def run_once(self, message: str | None) -> None:
         """Answer a single message, by default the first of the input."""
@@ -307,38 +298,26 @@ class Chat:
                 message = self.ranks.broadcast(self.reader.read)
             self.answer(message)
 
-    def turn(self, message: str) -> bool:
-        """Carry out a command or answer a message. Returns whether the chat goes on. The errors
-        that end only the turn are those that all ranks raise."""
-        command, _, rest = message.partition(" ")
-        command = command.lower()
+    def turn(self, message: str) -> None:
+        """Carry out a command or answer a message. The errors that end only the turn are those that
+        all ranks raise."""
+        if not message:
+            return
+        name = message.split(maxsplit=1)[0]
+        argument = message[len(name) :].strip()
+        name = name.lower()
+        name = ALIASES.get(name, name)
+        similar = []
+        if name.startswith("/"):  # what is far from all commands, such as a path, is a message
+            similar = difflib.get_close_matches(name, COMMANDS, 1, 0.8)
         try:
-            if command in ("/exit", "/quit", "/bye"):
-                return False
-            elif command in ("/help", "/?"):
-                note(HELP)
-            elif command == "/clear":
-                self.conversation.clear()
-                self.to_read = ""
-                self.output.note("conversation cleared")
-            elif command == "/system":
-                self.begin(rest.strip())
-            elif command == "/read":
-                self.read(rest.strip())
-            elif command == "/regen":
-                self.answer_again()
-            elif command == "/set":
-                self.set(rest.split())
-            elif command == "/stats":
-                self.stats = not self.stats
-                self.output.note(f"speeds are {'shown' if self.stats else 'not shown'}")
-            elif command == "/save":
-                self.save(rest.strip())
-            elif command == "/load":
-                self.load(rest.strip())
-            elif re.fullmatch(r"/[^/]+", command):
-                note(f"no command {command}; /help lists them")
-            elif message and self.answer(self.to_read + message):
+            if command := COMMANDS.get(name):
+                if command.argument == "FILE" and not argument:
+                    raise ValueError(f"{name} needs the name of a file")
+                command.run(self, argument)
+            elif similar:
+                raise ValueError(f"no command {name}: did you mean {similar[0]}? /help lists them")
+            elif self.answer(self.to_read + message):
                 self.to_read = ""
         except BrokenPipeError:
             raise
@@ -347,7 +326,6 @@ class Chat:
             note(f"error: {error_line(error)}")
             if self.output.jsonl:
                 show(json.dumps({"prompt": message, "error": error_line(error)}) + "\n")
-        return True
 
     def answer(self, message: str) -> bool:
         """Show the answer to a message. Returns whether there is one."""
@@ -358,7 +336,23 @@ class Chat:
         if self.reader.edits and not self.output.jsonl:
             show("\n")
 
-    # Commands
+    # Commands; each is given what follows its name
+
+    def leave(self, _: str) -> None:
+        self.leaving = True
+
+    def help(self, _: str) -> None:
+        for name, command in COMMANDS.items():
+            note(f"{name} {command.argument}".ljust(14) + command.help)
+        note(
+            "A line that ends in \\ continues on the next one; pasted text is one message. Ctrl-C"
+            " ends an answer or clears the line."
+        )
+
+    def clear(self, _: str) -> None:
+        self.conversation.clear()
+        self.to_read = ""
+        self.output.note("conversation cleared")
 
     def begin(self, system: str) -> None:
         """Begin a new conversation with a system prompt, which may be empty."""
@@ -366,16 +360,21 @@ class Chat:
         article = "with this" if system else "without a"
         self.output.note(f"a new conversation, {article} system prompt")
 
-    def answer_again(self) -> None:
+    def answer_again(self, _: str) -> None:
         generation = self.conversation.again(**self._options())
         if self.conversation.sampling.temp == 0:
             self.output.note("note: with --temp 0 the answer is always the same")
         message, _ = self.conversation.turns[-2:]
         self._show(message["content"], generation)
 
-    def set(self, words: list[str]) -> None:
+    def switch_stats(self, _: str) -> None:
+        self.stats = not self.stats
+        self.output.note("speeds are shown" if self.stats else "speeds are not shown")
+
+    def set(self, argument: str) -> None:
         """Change a setting, or show all. Raises ValueError."""
         sampling = self.conversation.sampling
+        words = argument.split()
         if words:
             name = words[0].replace("-", "_")
             if name not in SETTINGS or len(words) != 2:
@@ -389,17 +388,13 @@ class Chat:
         self.output.note(", ".join(f"{name} {value}" for name, value in values))
 
     def save(self, name: str) -> None:
-        """Write the conversation as JSON. Raises ValueError or OSError."""
-        if not name:
-            raise ValueError("/save needs the name of a file")
+        """Write the conversation as JSON. Raises OSError."""
         text = json.dumps(self.conversation.messages, indent=1)
         self.ranks.broadcast(lambda: Path(os.path.expanduser(name)).write_text(text))
         self.output.note(f"saved to {name}")
 
     def load(self, name: str) -> None:
         """Go on from a conversation that `save` wrote. Raises ValueError or OSError."""
-        if not name:
-            raise ValueError("/load needs the name of a file")
         text = self.ranks.broadcast(lambda: read_input(os.path.expanduser(name)))
         try:
             self.conversation.go_on_from(json.loads(text))
@@ -409,8 +404,6 @@ class Chat:
 
     def read(self, name: str) -> None:
         """Put a file's text before the next message. Raises ValueError or OSError."""
-        if not name:
-            raise ValueError("/read needs the name of a file")
         text = self.ranks.broadcast(lambda: read_input(os.path.expanduser(name)))
         text = text.replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")
         to_read = f"{self.to_read}{text}\n\n"
@@ -431,7 +424,7 @@ class Chat:
             self.output.note(f"note: the context of {size} tokens is full: {dropped}")
         self.blank_line()
         self.output.write(generation, message)
-        if generation.ended_by == "interrupt" and not self.stays:
+        if generation.ended_by == "interrupt" and not self.survives_ctrl_c:
             raise KeyboardInterrupt
         if generation.ended_by == "length":
             self.output.note(f"note: cut after {generation.timings.new_tokens} tokens (see -n)")
@@ -439,3 +432,26 @@ class Chat:
             self.output.note(speed(generation))
         self.blank_line()
         return generation.answered
+
+
+class Command(NamedTuple):
+    argument: str  # what follows its name, as /help shows it
+    help: str
+    run: Callable[[Chat, str], None]
+
+
+COMMANDS = {
+    "/clear": Command("", "forget the conversation and any file read", Chat.clear),
+    "/system": Command("TEXT", "set the system prompt, and forget the conversation", Chat.begin),
+    "/regen": Command("", "answer the last message again", Chat.answer_again),
+    "/read": Command("FILE", "put a text file before the next message", Chat.read),
+    "/set": Command(
+        "NAME X", "change a setting, such as temp 0.5; /set alone shows them", Chat.set
+    ),
+    "/stats": Command("", "turn the speed of answers on or off", Chat.switch_stats),
+    "/save": Command("FILE", "write the conversation to a file", Chat.save),
+    "/load": Command("FILE", "go on from a conversation in a file", Chat.load),
+    "/help": Command("", "this list", Chat.help),
+    "/exit": Command("", "leave; so do Ctrl-D and, at an empty line, Ctrl-C twice", Chat.leave),
+}
+ALIASES = {"/quit": "/exit", "/bye": "/exit", "/?": "/help"}

@@ -28,7 +28,9 @@ from extra.cli import (
     import_torch,
     model_contradiction,
     note,
+    open_session,
     read_input,
+    sampling_flags,
     set_environment,
     settle_model,
     use_safe_streams,
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 
 # ---- the command line
 
-# See mode_of, and what messages call each mode
+# The modes (see mode_of) and their names in messages
 MODES = {"text": "a prompt", "bare": "no prompt", "chat": "--chat", "save": "--save"}
 
 
@@ -64,11 +66,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="text to continue; - reads standard input; with --chat, the message")
     add("-f", "--file", metavar="FILE", only="text chat",
         help="read the prompt from a file, without escapes")
-    add("-e", "--escape", action="store_true", default=True,
-        help="\\n, \\t, \\\\, \\\" and \\xHH in --prompt, --system and --stop mean what they do in C:"
-        " the default")
-    add("--no-escape", action="store_false", dest="escape", default=True,
-        help="take them literally")
+    add("--no-escape", action="store_true",
+        help="take \\n, \\t, \\\\, \\\" and \\xHH in --prompt, --system and --stop as they are written;"
+        " otherwise they mean what they do in C")
     add("-n", "--n-predict", "--predict", type=within(int, -2), default=-1, metavar="N",
         help="tokens to generate; -1 and -2: until the end or a full context")
     add("-r", "--reverse-prompt", "--stop", action="append", dest="stop", default=[],
@@ -117,7 +117,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     settle_model(args)
     if error := contradiction(args) or model_contradiction(args):
         parser.error(error)
-    if args.escape:
+    if not args.no_escape:
         args.prompt = args.prompt and unescaped(args.prompt)
         args.system = unescaped(args.system)
         args.stop = [unescaped(stop) for stop in args.stop]
@@ -223,42 +223,6 @@ def read_prompt(args: argparse.Namespace) -> str | None:
     return read_input(args.file)
 
 
-def open_session(args: argparse.Namespace, ranks: Ranks) -> Session:
-    """A session for the model that flags describe, here and in serve.py."""
-    from extra.config import unsupported_settings
-    from session import Session
-
-    session = Session(
-        args.model,
-        dtype=args.dtype,
-        device=args.device,
-        ctx_size=args.ctx_size,
-        backend=args.backend,
-        format=args.format,
-        kv_fp8=args.kv_fp8,
-        accumulate=args.accumulate,
-        quiet=args.quiet,
-        chat_template=args.chat_template,
-        threads=args.threads,
-        lookup=args.lookup,
-        draft=args.draft,
-        draft_max=args.draft_max,
-        ranks=ranks,
-        sampling=sampling_flags(args),
-    )
-    ignored = unsupported_settings(session.model.checkpoint.folder)
-    if ignored and not args.quiet:
-        note(f"note: generation_config.json: {', '.join(ignored)}: not supported, ignored")
-    return session
-
-
-def sampling_flags(args: argparse.Namespace) -> dict[str, float]:
-    """The sampler's settings that flags give. serve.py has no such flags, since each request says
-    how it samples."""
-    flags = vars(args)
-    return {name: flags[name] for name in SETTINGS if flags.get(name) is not None}
-
-
 def text_options(args: argparse.Namespace) -> dict:
     """The flags that are arguments of Session.generate."""
     return dict(n=args.n_predict, stop=args.stop, ignore_eos=args.ignore_eos)
@@ -348,7 +312,7 @@ def summary(args: argparse.Namespace, session: Session) -> str:
         for name, value in read_sampling(checkpoint.folder, sampling_flags(args)).items()
     ]
     if own:
-        lines.append(f"sampling  {', '.join(own)} (the checkpoint's own; flags override them)")
+        lines.append(f"sampling  {', '.join(own)} (from the checkpoint; flags override it)")
     return "\n".join(lines)
 
 
@@ -369,7 +333,7 @@ def closing(session: Session) -> str:
             generated += f", {1e3 * t.step_seconds / t.steps:.2f} ms per token, {rate:.1f} tokens/s"
         lines += [prompt, generated]
     if session.speculation:
-        lines.append(session.speculation.summary().removesuffix("\n"))
+        lines.append(session.speculation.summary())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     memory = f"memory    peak {peak / 1e9:.2f} GB"
     if session.model.device.type == "cuda":

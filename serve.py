@@ -38,6 +38,7 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from extra import cli
+from extra.cli import open_session
 from extra.hub import local_checkpoint
 from extra.openai import (
     APIError,
@@ -49,7 +50,6 @@ from extra.openai import (
     event,
     parse_request,
 )
-from run import open_session
 
 if TYPE_CHECKING:  # they import torch, which takes seconds
     from extra.parallel import Ranks

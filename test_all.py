@@ -72,9 +72,20 @@ import serve
 from chat import Chat, Output, Printer
 from chat import columns as columns_of
 from checkpoint import load, read_config
+from extra import (
+    bench_flags,
+    cpu,
+    experts,
+    groups,
+    hardware,
+    hopper,
+    int4,
+    parallel,
+    quants,
+    random_model,
+)
 from extra import cli as cli_module
 from extra import config as config_module
-from extra import cpu, experts, groups, hardware, hopper, int4, parallel, quants
 from extra.hardware import pick_dtype
 from extra.int4 import INT4
 from extra.names import formats_of, weight_bytes
@@ -1969,7 +1980,7 @@ def test_what_is_said_of_a_run(tiny_session, tiny, monkeypatch):
     monkeypatch.setattr(run.resource, "getrusage", lambda who: usage)
     timings = Timings(100, 0.5, new_tokens=21, steps=20, step_seconds=4.0)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 2_500_000_000)
-    proposals = SimpleNamespace(summary=lambda: "proposals 3 passes\n")
+    proposals = SimpleNamespace(summary=lambda: "proposals 3 passes")
     session = SimpleNamespace(
         timings=timings, load_seconds=1.254, speculation=proposals, types=lambda: "fp32",
         model=SimpleNamespace(device=torch.device("cuda")),
@@ -2022,7 +2033,7 @@ def test_sampling_of_the_checkpoint(cli, copy):
     file.write_text(json.dumps(fields))
     run = lambda *flags: cli("-m", copy, "-p", "Once", "-n", 8, "-s", 1, *flags)
     _, own, err = run()
-    said = "sampling  temp 0, top-p 0.5, repeat-penalty 1.5, repeat-last-n -1 (the checkpoint's"
+    said = "sampling  temp 0, top-p 0.5, repeat-penalty 1.5, repeat-last-n -1 (from the checkpoint"
     assert said in err
     same_flags = ("--temp", 0, "--top-p", 0.5, "--repeat-penalty", 1.5, "--repeat-last-n", -1)
     _, same, err = run(*same_flags)
@@ -2030,7 +2041,7 @@ def test_sampling_of_the_checkpoint(cli, copy):
     assert "sampling  top-p 0.5 (" in run("--repeat-penalty", 1, "--temp", 0)[2]
     edit(file, min_p=0.3, top_k=7)
     said = "temp 0, top-k 7, top-p 0.5, min-p 0.3, repeat-penalty 1.5, repeat-last-n -1"
-    assert f"sampling  {said} (the checkpoint's" in run()[2]
+    assert f"sampling  {said} (from the checkpoint" in run()[2]
     assert "min-p" not in run("--min-p", 0)[2].partition("sampling")[2]
     edit(file, top_p=2)
     assert_refused(run(), "generation_config.json: top_p is 2; it must be a number from 0 to 1")
@@ -2232,7 +2243,7 @@ def test_flags_at_their_edges(flag, capfd, monkeypatch):
 def test_flags_that_are_not_given():
     args = vars(run.parse_args([]))
     expected = dict(
-        n_predict=-1, stop=[], ignore_eos=False, escape=True, min_p=None, repeat_last_n=None,
+        n_predict=-1, stop=[], ignore_eos=False, no_escape=False, min_p=None, repeat_last_n=None,
         temp=None, top_k=None, top_p=None, repeat_penalty=None, ctx_size=None, dtype="auto",
         format=None, kv_fp8=False, device="auto", threads=None, lookup=None, draft_max=4,
         mode="text", output="text", quiet=False, model=str(cli_module.DEFAULT_MODEL),
@@ -2320,7 +2331,7 @@ def test_help_comes_at_once(script):
         assert len(imported) < 250 and not imported & slow, "import these where they are used"
         assert code or "\nmodel:\n" in shown.stdout and "\noutput:\n" in shown.stdout
     assert tuple(hardware.DTYPES) == cli_module.DTYPE_NAMES
-    assert tuple(kernels.FORMATS) == bench.FORMAT_NAMES
+    assert tuple(kernels.FORMATS) == cli_module.FORMAT_NAMES
 
 
 def test_a_run_on_a_cpu_imports_no_triton(tiny):
@@ -2683,7 +2694,7 @@ def test_a_chat_in_any_order(tiny, tiny_model, tmp_path, monkeypatch, capsys):
     def check(lines):
         talk = Conversation(session)
         shown = Chat(talk, Output(session, quiet=True), n=4, ignore_eos=True)
-        shown.stays = True
+        shown.survives_ctrl_c = True
         system, turns, to_read, at = [], [], "", dict(temp=0.8, seed=0)
         saved.write_text("[]")
         kept = ([], [])
@@ -2692,7 +2703,7 @@ def test_a_chat_in_any_order(tiny, tiny_model, tmp_path, monkeypatch, capsys):
             seen.clear()
             with monkeypatch.context() as patch:
                 interrupted_at(patch, session.model.ops, stops)
-                assert shown.turn(line)
+                shown.turn(line)
             command, _, rest = line.partition(" ")
             earlier, message = turns, to_read + line
             if command == "/regen" and turns:
@@ -2767,8 +2778,10 @@ def test_what_fits_into_the_context(tiny):
 
 
 def test_lines_of_a_chat(cli, tiny):
-    turns = chat_objects(cli, tiny, "/usr/bin/python says", "", "one \\", "two", "/bye", "no")
-    assert [turn["prompt"] for turn in turns] == ["/usr/bin/python says", "one \ntwo"]
+    messages = "/usr/bin/python says", "/etc is what?", "/* a comment */", "/ or \\?"
+    turns = chat_objects(cli, tiny, *messages, "", "one \\", "two", "/usr\\", "next", "/bye", "no")
+    said = [*messages, "one \ntwo", "/usr\nnext"]
+    assert [turn["prompt"] for turn in turns] == said and all("text" in turn for turn in turns)
     assert chat_objects(cli, tiny, "one\\")[0]["prompt"] == "one", "the input ended"
     assert "generated 12 tokens" in chat(cli, tiny, "hello", "again")[2]
     assert "0 tokens" not in chat(cli, tiny)[2], "nothing was evaluated"
@@ -2794,7 +2807,7 @@ def test_what_a_chat_says(cli, tiny, tmp_path):
     said = {
         "/HELP": "/clear        forget",
         "/?": "/clear        forget",
-        "/regne now": "no command /regne; /help lists them",
+        "/system\\\nBe kind.\\\nAnd terse.": "with this system prompt",
         "/clear": "conversation cleared",
         "/system Be kind.": "with this system prompt",
         "/system": "without a system prompt",
@@ -2834,6 +2847,7 @@ def test_chat_errors_end_only_their_turn(cli, tiny, tmp_path):
         "\udcff": "not UTF-8",
         "bad": "too bad",
         "/system " + "tell me a tale " * 60: "prompt takes",
+        "/REGNE now": "no command /regne: did you mean /regen? /help lists them",
         "/read": "/read needs the name of a file",
         "/read nowhere": "nowhere: No such file",
         "/read /dev/zero": "/dev/zero has more than 64,000,000 bytes",
@@ -4439,7 +4453,7 @@ def tiny_llama(dtype: torch.dtype, format=None, **more) -> Llama:
     sizes = dict(dim=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=2, hidden_dim=12)
     c = read_config_like(**sizes, vocab_size=10, **more)
     cpu = torch.device("cpu")
-    weights = bench.random_weights(c, dtype, cpu, formats_of(c, format), "torch")
+    weights = random_model.random_weights(c, dtype, cpu, formats_of(c, format), "torch")
     return Llama(c, weights, "torch", cpu, dtype, 16)
 
 
@@ -4464,8 +4478,8 @@ def test_bench_rows_by_hand(monkeypatch, capsys):
     assert found == [
         ("pp4", 200, pytest.approx(spread), pytest.approx(100 * 200 * 8.48 / 4)),
         ("pp4 @ d5", 200, pytest.approx(spread), pytest.approx(100 * 200 * 9.76 / 4)),
-        ("tg2", 50, 0, pytest.approx(100 * 50 * 4.224)),
-        ("tg2 @ d5", 50, 0, pytest.approx(100 * 50 * 4.544)),
+        ("tg2", 50, None, pytest.approx(100 * 50 * 4.224)),
+        ("tg2 @ d5", 50, None, pytest.approx(100 * 50 * 4.544)),
     ]
     assert {r.size_gb for r in rows} == {4160 / 1e9}
     err = capsys.readouterr().err
@@ -4495,13 +4509,13 @@ def test_bench_speeds_by_hand(tiny_model, monkeypatch):
     monkeypatch.setattr(bench, "wall_times", lambda run, *_: [run() or 0.5, run() or 0.25])
     monkeypatch.setattr(tiny_model, "prefill", measured)
     state = State(tiny_model)
-    assert speeds(tiny_model, state, bench.Test("pp", 12, 48), 2) == [24.0, 48.0]
+    assert speeds(tiny_model, state, bench_flags.Test("pp", 12, 48), 2) == [24.0, 48.0]
     assert seen == [48, 12, 12] and state.pos == 60
-    assert speeds(tiny_model, state, bench.Test("pp", 12, 0), 2) == [24.0, 48.0]
+    assert speeds(tiny_model, state, bench_flags.Test("pp", 12, 0), 2) == [24.0, 48.0]
     assert seen[3:] == [12, 12] and state.pos == 12
     for depth in (0, 7):
         decode_in_graphs(monkeypatch, ms=itertools.chain([90_000.0] * 5, [9000.0] * 99))
-        found = bench.generation_speeds(tiny_model, state, bench.Test("tg", 5, depth), 3)
+        found = bench.generation_speeds(tiny_model, state, bench_flags.Test("tg", 5, depth), 3)
         assert found == [pytest.approx(1 / 9)] * 3 and state.pos == max(depth, 1) + 5
 
 
@@ -4516,22 +4530,27 @@ def test_bench_quality_by_hand():
 
 
 @pytest.mark.parametrize("stride", [24, 10, 1])
-def test_bench_perplexity_equals_transformers(tiny, tiny_model, stride):
-    """Beside another model, from which this one diverges: KL(other || this)."""
+@pytest.mark.parametrize("bos", [1, -1])
+def test_bench_perplexity_equals_transformers(tiny, tiny_model, stride, bos):
+    """Beside another model, from which this one diverges: KL(other || this). Without a bos, a
+    window starts with the token before it."""
     theirs = transformers.LlamaForCausalLM.from_pretrained(tiny)
     other = other_model(tiny_model)
     ids, ctx = torch.randint(3, 300, (70,)).tolist(), 24
-    found = [*bench.perplexity(tiny_model, ids, 1, ctx, stride, against=other)]
+    found = [*bench.perplexity(tiny_model, ids, bos, ctx, stride, against=other)]
+    text = [1, *ids] if bos == 1 else ids
     values = {name: torch.cat([part[name] for part in found]).double() for name in found[0]}
     expected = {name: [] for name in values}
-    for first in range(70):  # each counts in the first window that has it
-        start = next(start for start in range(0, 70, stride) if first < start + ctx)
-        window = [1, *ids[start:first]]
+    for i in range(1, len(text)):  # each counts in the first window that has it
+        start = next(start for start in range(0, 70, stride) if i <= start + ctx)
+        window = text[start:i]
+        if bos == 1:
+            window[0] = 1
         rows = oracle(theirs, window), logits_of(other, window)
         q, p = (row[-1].log_softmax(-1) for row in rows)
         kl = torch.nn.functional.kl_div(q, p, reduction="sum", log_target=True)
         same = float(q.argmax() == p.argmax())
-        for name, value in zip(expected, (-q[ids[first]], -p[ids[first]], kl, same)):
+        for name, value in zip(expected, (-q[text[i]], -p[text[i]], kl, same)):
             expected[name].append(float(value))
     for name, theirs in expected.items():
         assert values[name].tolist() == pytest.approx(theirs, abs=1e-3), name
@@ -4600,15 +4619,16 @@ def test_bench_shapes_as_published():
         "70b": 68_976_648_192, "Qwen3-30B-A3B": 30_532_122_624, "Mixtral-8x7B": 46_702_792_704,
     }  # fmt: skip
     for name, weights in published.items():
-        c = replace(bench.random_config(f"random:{name}"), tie_embeddings=name in tied)
+        c = replace(random_model.random_config(f"random:{name}"), tie_embeddings=name in tied)
         assert weight_bytes(c, torch.float16, {}) == 2 * weights, name
 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_bench_random_matrices(form):
     format, c = FORMATS[form], read_config_like(dim=64, n_kv_heads=1, head_dim=16)
-    cpu = torch.device("cpu")
-    layer = bench.random_weights(c, torch.float32, cpu, formats_of(c, format), "torch").layers[0]
+    formats = formats_of(c, format)
+    weights = random_model.random_weights(c, torch.float32, torch.device("cpu"), formats, "torch")
+    layer = weights.layers[0]
     assert layer.wqkv.shape == (96, 64) and layer.wqkv.nbytes == format.nbytes(96, 64)
     assert 0.018 < layer.wqkv.dense().std() < 0.022
 
@@ -4626,6 +4646,24 @@ def test_bench_perplexity_from_the_command_line(bench_cli, tiny, tiny_saved, tmp
     assert rows_of(bench_cli("-m", tiny_saved, *flags))[0]["format"] == "e4m3"
     refused = bench_cli("-m", tiny_saved, *flags, "--against", "fp32")
     assert_refused(refused, "--against needs the original")
+
+
+def test_bench_perplexity_without_a_bos(bench_cli, copy, tmp_path):
+    train_sentencepiece(copy, bos_id=-1)
+    for name in ("config.json", "generation_config.json"):
+        edit(copy / name, bos_token_id=None)
+    ids = Tokenizer(copy).encode(TEXT)
+    (tmp_path / "text").write_text(TEXT)
+    (tmp_path / "two").write_text(Tokenizer(copy).decode(ids[:2]))
+    flags = ("-m", copy, "--device", "cpu", "-o", "json", "--perplexity")
+    (row,) = rows_of(bench_cli(*flags, tmp_path / "text"))
+    loss = torch.nn.functional.cross_entropy(
+        logits_of(load(copy, device="cpu"), ids)[:-1], torch.tensor(ids[1:])
+    )
+    assert row["tokens"] == len(ids) - 1 and row["perplexity"] == pytest.approx(
+        float(loss.exp()), rel=1e-4
+    )
+    assert_refused(bench_cli(*flags, tmp_path / "two"), "has 1 tokens to predict")
 
 
 def test_bench_threads(bench_cli, tiny, request):
@@ -4649,17 +4687,10 @@ def test_bench_cells_and_percents(capsys):
     assert capsys.readouterr().err.count("more than 100% of a ceiling") == 1
 
 
-def test_bench_draws_the_same_lengths():
-    drawn = bench.counts_of("17-4096:20")
-    assert drawn == sorted({*drawn}) == bench.counts_of("17-4096:20") and len(drawn) == 20
-    assert all(17 <= count <= 4096 for count in drawn)
-    assert bench.counts_of("30,5-9:5,0") == [30, 5, 6, 7, 8, 9, 0]
-
-
 def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path):
     (tmp_path / "bad").write_bytes(b"ab\xff")
     (tmp_path / "one").write_text("a")
-    few = "has 1 tokens; a mean with its error needs 2 or more"
+    few = "has 1 tokens to predict; a mean with its error needs 2 or more"
     for arguments, text in (
         (["-m", "random:9b"], "the shapes are 1.1b, 7b"),
         (["-m", "random:7b:0"], "'0' is not a number of layers"),
@@ -4673,7 +4704,7 @@ def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path):
     for flags, text in (
         ("-p x", "-p/--n-prompt: x: must be a whole number"), ("-p -1", "-1: must be"),
         ("-p 0 -n 0", "nothing to measure"), ("-r 0", "must be from 1 to 1,000"),
-        ("-p 5-7:4", "5-7:4: so many counts are not in the range"), ("-c 0", "must be from 1"),
+        ("-p 4,x", "x: must be a whole number"), ("-c 0", "must be from 1"),
         ("-t 0", "must be from 1 to 4,096"), ("--dtype fp8", "'fp8' is not one of auto, fp32"),
         ("--format ,", "'' is not one of none"), ("--perplexity x --stride 600", "skips text"),
         ("--perplexity x --stride 513", "skips text"), ("--stride 4", ""), ("--against fp32", ""),

@@ -20,9 +20,16 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import bench
-from bench import Row
+from extra import bench_flags
 from extra.cli import Parser, note, use_safe_streams
 from extra.hardware import DTYPES, pick_device
+from extra.random_model import random_config
+
+
+@dataclasses.dataclass
+class Row(bench.Row):
+    ratio: float | None = None  # ours over another program's, in the rows of that program
+
 
 CACHES = {"eager": {}, "static cache": {"cache_implementation": "static"}}
 
@@ -33,7 +40,7 @@ def transformers_model(args: argparse.Namespace, dtype: torch.dtype, device: tor
 
     if not args.model.startswith("random:"):
         return AutoModelForCausalLM.from_pretrained(args.folder, dtype=dtype).to(device).eval()
-    c = bench.random_config(args.model)
+    c = random_config(args.model)
     family = "llama"
     if c.qkv_bias:
         family = "qwen2"
@@ -125,8 +132,9 @@ def rows_of_both(args: argparse.Namespace) -> Iterator[Row]:
     for model, dtype in itertools.product(args.models, args.dtype):
         args.model = model
         plain = []  # transformers has no format like ours
-        for form in args.format:
-            for row in bench.throughput(args, dtype, form):
+        for format in args.format:
+            for ours in bench.throughput(args, dtype, format):
+                row = Row(**vars(ours))
                 yield row
                 if row.format == "none":
                     plain.append(row)
@@ -149,12 +157,12 @@ def compare(args: argparse.Namespace) -> None:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__.split("\n\n")[0], {"speed": "dev/compare.py"})
-    bench.add_model_flags(parser)
-    bench.add_test_flags(parser)
-    bench.add_output_flags(parser)
+    bench_flags.add_model_flags(parser)
+    bench_flags.add_test_flags(parser)
+    bench_flags.add_output_flags(parser)
     args = parser.parse(argv, lambda args: "speed")
-    args.tests = bench.tests_of(parser, args)
-    bench.find_models(parser, args)
+    args.tests = bench_flags.tests_of(parser, args)
+    bench_flags.find_models(parser, args)
     return args
 
 

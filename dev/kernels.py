@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 import bench
 from dev.passes import device_time
+from extra import bench_flags
 from extra.cli import Parser, note, use_safe_streams
 from extra.cpu import cpu_product_dtype
 from formats import Matrix
@@ -355,15 +356,15 @@ def show_kernels(args: argparse.Namespace) -> None:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__.splitlines()[0], {"kernels": "dev/kernels.py"})
-    bench.add_model_flags(parser)
+    bench_flags.add_model_flags(parser)
     add = parser.group("tests")
     help = "tokens of a prompt; 0 leaves the test out [512]"
-    bench.add_counts(add, "-p", "--n-prompt", default=512, help=help)
-    bench.add_counts(add, "-d", "--depth", default=0, help="tokens already in the cache [0]")
-    bench.add_output_flags(parser)
+    bench_flags.add_counts(add, "-p", "--n-prompt", default=512, help=help)
+    bench_flags.add_counts(add, "-d", "--depth", default=0, help="tokens already in the cache [0]")
+    bench_flags.add_output_flags(parser)
     args = parser.parse(argv, lambda args: "kernels")
-    bench.take_one(parser, args, "-m", "--dtype", "--format")
-    bench.find_models(parser, args)
+    bench_flags.take_one(parser, args, "-m", "--dtype", "--format")
+    bench_flags.find_models(parser, args)
     return args
 
 

@@ -402,14 +402,14 @@ MUTANTS = [
     ),
     Mutant(
         "chat.py",
-        '        if generation.ended_by == "interrupt" and not self.stays:\n',
+        '        if generation.ended_by == "interrupt" and not self.survives_ctrl_c:\n',
         "        if False:\n",
         "ctrl_c_exits",
     ),
     Mutant(
         "chat.py",
-        "                self.conversation.clear()\n",
-        "                pass\n",
+        "        self.conversation.clear()\n",
+        "        pass\n",
         "chat_in_any",
     ),
     Mutant(

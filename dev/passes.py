@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import bench
+from extra import bench_flags
 from extra.cli import Parser, note, use_safe_streams, within
 from model import Llama, State, captured
 
@@ -67,16 +68,16 @@ def show_passes(args: argparse.Namespace) -> None:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__.split("\n\n")[0], {"passes": "dev/passes.py"})
-    bench.add_model_flags(parser)
+    bench_flags.add_model_flags(parser)
     add = parser.group("tests")
-    kind = bench.several(within(int, 1, 1 << 24))
+    kind = bench_flags.several(within(int, 1, 1 << 24))
     help = "tokens of a pass, one or several numbers [2,4,8,16]"
     add("-T", "--tokens", type=kind, default=[2, 4, 8, 16], metavar="T,...", help=help)
-    bench.add_counts(add, "-d", "--depth", default=0, help="tokens already in the cache [0]")
-    bench.add_output_flags(parser)
+    bench_flags.add_counts(add, "-d", "--depth", default=0, help="tokens already in the cache [0]")
+    bench_flags.add_output_flags(parser)
     args = parser.parse(argv, lambda args: "passes")
-    bench.take_one(parser, args, "-m", "--dtype", "--format", "-d")
-    bench.find_models(parser, args)
+    bench_flags.take_one(parser, args, "-m", "--dtype", "--format", "-d")
+    bench_flags.find_models(parser, args)
     return args
 
 

@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 import bench
 from dev.kernels import LAYER_PRODUCTS, arithmetic_dtype, cost, open_model
+from extra import bench_flags
 from extra.cli import Parser, note, use_safe_streams
 from model import Llama, State
 
@@ -152,18 +153,18 @@ def show_profiles(args: argparse.Namespace) -> None:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__.splitlines()[0], {"profile": "dev/steps.py"})
-    bench.add_model_flags(parser)
+    bench_flags.add_model_flags(parser)
     add = parser.group("tests")
-    bench.add_counts(add, "-p", "--n-prompt", default=512, help="tokens of a prompt [512]")
+    bench_flags.add_counts(add, "-p", "--n-prompt", default=512, help="tokens of a prompt [512]")
     help = "tokens already in the cache, at least 100 [100]"
-    bench.add_counts(add, "-d", "--depth", default=0, help=help)
+    bench_flags.add_counts(add, "-d", "--depth", default=0, help=help)
     add = parser.group("output")
     add("--debug", action="store_true", help="print errors with their traceback")
     args = parser.parse(argv, lambda args: "profile")
-    bench.take_one(parser, args, "-m", "--dtype", "--format", "-p", "-d")
+    bench_flags.take_one(parser, args, "-m", "--dtype", "--format", "-p", "-d")
     if args.n_prompt == [0]:
         parser.error("-p 0 leaves nothing to measure")
-    bench.find_models(parser, args)
+    bench_flags.find_models(parser, args)
     return args
 
 

@@ -52,6 +52,7 @@ from dev import passes as dev_passes
 from dev import tune as tuner
 from extra.int4 import INT4
 from extra.names import formats_of, layer_tensors, tensor_in
+from extra.random_model import random_weights
 from figures import plot
 from fp8 import E4M3
 from model import Llama, State
@@ -217,7 +218,7 @@ def test_tuner_writes_the_sizes_that_products_take(experts, format, monkeypatch,
     """By a clock that each product slows down, unless it takes the best of two sizes."""
     sizes = dict(dim=256, n_layers=1, n_heads=4, n_kv_heads=4, head_dim=64, hidden_dim=256)
     c = read_config_like(**sizes, vocab_size=64, **experts)
-    weights = bench.random_weights(c, torch.float16, DEVICE, formats_of(c, format), "triton")
+    weights = random_weights(c, torch.float16, DEVICE, formats_of(c, format), "triton")
     model = Llama(c, weights, "triton", DEVICE, torch.float16, 128)
     tables, slow = copy_module.deepcopy(launch.tables()), {}
     candidates = dict(

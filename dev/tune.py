@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 import bench
 from dev.passes import pass_seconds
+from extra import bench_flags
 from extra.cli import Parser, use_safe_streams
 from formats import Matrix
 from launch import capability, nearest, save_tables, tables, triton
@@ -126,12 +127,12 @@ def tune(args: argparse.Namespace) -> None:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__.splitlines()[0], {"tune": "dev/tune.py"})
-    bench.add_model_flags(parser)
+    bench_flags.add_model_flags(parser)
     add = parser.group("output")
     add("--debug", action="store_true", help="print errors with their traceback")
     args = parser.parse(argv, lambda args: "tune")
-    bench.take_one(parser, args, "-m", "--dtype", "--format")
-    bench.find_models(parser, args)
+    bench_flags.take_one(parser, args, "-m", "--dtype", "--format")
+    bench_flags.find_models(parser, args)
     return args
 
 

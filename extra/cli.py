@@ -19,10 +19,16 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from extra.files import one_line, text_of
 from extra.hub import local_checkpoint
+from extra.settings import SETTINGS
 from tokenizer import TEMPLATES
+
+if TYPE_CHECKING:  # they import torch
+    from extra.parallel import Ranks
+    from session import Session
 
 DEFAULT_MODEL = Path(__file__).resolve().parents[1] / "models" / "tales"
 
@@ -200,7 +206,7 @@ IGNORED = (  # flags of llama.cpp that mean nothing here
     "-ngl --gpu-layers --n-gpu-layers -fa --flash-attn -b --batch-size -ub --ubatch-size --mmap "
     "--no-mmap --mlock --jinja --no-warmup -co --color --log-disable --simple-io -tb "
     "--threads-batch --context-shift --no-context-shift --keep -np --parallel --numa --perf "
-    "--no-perf --repack --no-repack --verbose-prompt -mli --multiline-input"
+    "--no-perf --repack --no-repack --verbose-prompt -mli --multiline-input -e --escape"
 ).split()
 
 
@@ -423,3 +429,38 @@ def set_environment(args: argparse.Namespace) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
     if args.quiet:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+
+
+def open_session(args: argparse.Namespace, ranks: Ranks) -> Session:
+    """A session for the model that flags describe."""
+    from extra.config import unsupported_settings
+    from session import Session
+
+    session = Session(
+        args.model,
+        dtype=args.dtype,
+        device=args.device,
+        ctx_size=args.ctx_size,
+        backend=args.backend,
+        format=args.format,
+        kv_fp8=args.kv_fp8,
+        accumulate=args.accumulate,
+        quiet=args.quiet,
+        chat_template=args.chat_template,
+        threads=args.threads,
+        lookup=args.lookup,
+        draft=args.draft,
+        draft_max=args.draft_max,
+        ranks=ranks,
+        sampling=sampling_flags(args),
+    )
+    ignored = unsupported_settings(session.model.checkpoint.folder)
+    if ignored and not args.quiet:
+        note(f"note: generation_config.json: {', '.join(ignored)}: not supported, ignored")
+    return session
+
+
+def sampling_flags(args: argparse.Namespace) -> dict[str, float]:
+    """The sampler's settings that flags give."""
+    flags = vars(args)
+    return {name: flags[name] for name in SETTINGS if flags.get(name) is not None}

@@ -225,7 +225,7 @@ class Speculation:
         text = f"{self.passes} passes, {rate:.2f} tokens a pass; {share} proposals accepted"
         if self.held_off:
             text += f"; {self.held_off} passes had none, since they cost more time than they save"
-        return f"proposals {text}\n"
+        return f"proposals {text}"
 
 
 def agreeing(proposals: list[int], tokens: list[int]) -> int:

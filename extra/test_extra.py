@@ -2425,7 +2425,7 @@ def test_draft_of_the_same_model(tiny, monkeypatch):
     write = lambda prompt: list(generate(model, prompt, state, 61, eos=[], decode=draft.decode))
     first, second = (random.choices(range(3, 300), k=50) for _ in range(2))
     assert len(write(first)) == 61  # one, and 12 times the four of the draft and another
-    said = "proposals 12 passes, 5.00 tokens a pass; 100% of 48 proposals accepted\n"
+    said = "proposals 12 passes, 5.00 tokens a pass; 100% of 48 proposals accepted"
     assert draft.summary() == said
     with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
         patch.setattr(draft.model, "step", fails(KeyboardInterrupt()))
@@ -2461,7 +2461,7 @@ def test_a_draft_keeps_no_token_that_was_not_sampled(exact, steps):
 def test_proposals_are_counted(exact, counts, said):
     way = Lookup(3)
     way.passes, way.proposed, way.accepted, way.held_off = counts
-    assert way.summary() == f"proposals {said}\n"
+    assert way.summary() == f"proposals {said}"
     way.pacer = SimpleNamespace(ready=lambda: False, single=1.0, record=lambda *_: None)
     list(generate(exact, [1, 5, 6], n=12, eos=[], decode=way.decode))
     assert (way.passes - counts[0], way.held_off - counts[3]) == (11, 11)

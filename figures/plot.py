@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import Row
+from dev.compare import Row
 
 OURS, OTHERS = "#2b6cb0", "#a0aec0"
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "fused-llama", "font.size": 9}

@@ -1,0 +1,138 @@
+"""The flags of bench.py, which the scripts in dev/ share. As in extra/cli.py, nothing here imports
+torch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import NamedTuple
+
+from extra.cli import DEFAULT_MODEL, DTYPE_NAMES, FORMAT_NAMES, Parser, add_device_flags, within
+
+
+class Test(NamedTuple):
+    """What a row of tokens per second measures."""
+
+    kind: str  # "pp", a prompt, or "tg", generation
+    n: int  # tokens
+    depth: int  # tokens already in the cache
+
+    def __str__(self) -> str:
+        if self.depth:
+            return f"{self.kind}{self.n} @ d{self.depth}"
+        return f"{self.kind}{self.n}"
+
+
+def several(kind: Callable[[str], object]) -> Callable[[str], list]:
+    """An argparse type: one value of a type, or several with commas."""
+    return lambda text: [kind(part) for part in text.split(",")]
+
+
+def one_of(*allowed: str) -> Callable[[str], str]:
+    """An argparse type: one of these words."""
+
+    def name(text: str) -> str:
+        if text not in allowed:
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(allowed)}")
+        return text
+
+    return name
+
+
+def add_model_flags(parser: Parser) -> None:
+    """The flags that choose a model, of bench.py and of the scripts in dev/."""
+    add = parser.group("model")
+    # fmt: off
+    add("-m", "--model", action="append", dest="models", default=[], metavar="MODEL",
+        help="a checkpoint [models/tales]; or random weights, of random:SHAPE, such as random:7b,"
+        " random:SHAPE:LAYERS or random:CONFIG.JSON (random: alone lists the shapes); may be"
+        " repeated, as may --dtype, --format, -p, -n and -d, which also take lists with commas")
+    add("-c", "--ctx-size", type=within(int, 1, 1 << 24), metavar="N",
+        help="context size; with --perplexity [512]")
+    add("--dtype", type=several(one_of("auto", *DTYPE_NAMES)), action="extend", default=["auto"],
+        metavar="TYPE", help=f"auto, {', '.join(DTYPE_NAMES)}")
+    add("--format", type=several(one_of("none", *FORMAT_NAMES)), action="extend", default=["none"],
+        metavar="FORMAT", help=f"of the matrices: none, {', '.join(FORMAT_NAMES)}")
+    add("--kv-fp8", action="store_true", help="8-bit keys and values")
+    # fmt: on
+    add_device_flags(parser)
+
+
+def add_counts(add: Callable, *names: str, default: int, help: str) -> None:
+    """A flag that takes one or several counts of tokens."""
+    count = several(within(int, 0, 1 << 24))
+    add(*names, type=count, action="extend", default=[default], metavar="N", help=help)
+
+
+def add_test_flags(parser: Parser, modes: str = "") -> None:
+    """The flags that say what is timed. modes: those in which they apply, if not all."""
+    add = parser.group("tests", modes)
+    help = "tokens of a prompt; 0 leaves the test out [512]"
+    add_counts(add, "-p", "--n-prompt", default=512, help=help)
+    add_counts(add, "-n", "--n-gen", default=128, help="tokens to generate; 0: none [128]")
+    add_counts(add, "-d", "--depth", default=0, help="tokens already in the cache [0]")
+    runs = within(int, 1, 1000)
+    help = "timed runs, after one warm-up"
+    add("-r", "--repetitions", type=runs, default=5, metavar="N", help=help)
+
+
+def add_output_flags(parser: Parser) -> None:
+    add = parser.group("output")
+    add("-o", "--output", choices=["md", "json", "jsonl"], default="md", help="form of the table")
+    add("--debug", action="store_true", help="print errors with their traceback")
+
+
+def take_one(parser: Parser, args: argparse.Namespace, *flags: str) -> None:
+    """Exit with an error if one of these flags was given several values."""
+    for flag in flags:
+        if len(getattr(args, parser.stored_as(flag))) > 1:
+            parser.error(f"{parser.modes[args.mode]} takes one {flag}")
+
+
+def find_models(parser: Parser, args: argparse.Namespace) -> None:
+    """Set args.models and args.model, the first. Exits with an error if a checkpoint is missing."""
+    parser.find(model for model in args.models if not model.startswith("random:"))
+    args.models = args.models or [str(DEFAULT_MODEL)]
+    args.model = args.models[0]
+
+
+def tests_of(parser: Parser, args: argparse.Namespace) -> list[Test]:
+    """Prompts, then generation, at each depth."""
+    tests = []
+    for kind, counts in (("pp", args.n_prompt), ("tg", args.n_gen)):
+        for depth in args.depth:
+            tests += [Test(kind, n, depth) for n in counts if n]
+    if not tests:
+        parser.error("-p 0 leaves nothing to measure")
+    return tests
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """The flags of bench.py."""
+    what = "Tokens per second, each beside the hardware's limit in the same run; and perplexity."
+    parser = Parser(what, {"speed": "tokens per second", "perplexity": "--perplexity"})
+    add = parser.group("perplexity")
+    add("--perplexity", metavar="FILE", help="perplexity of a text, not tokens per second")
+    # fmt: off
+    add("--stride", type=within(int, 1, 1 << 24), metavar="N", only="perplexity",
+        help="step between windows [the window: -c]")
+    add("--against", choices=DTYPE_NAMES, only="perplexity",
+        help="compare with the unquantised model in this dtype")
+    # fmt: on
+    add_model_flags(parser)
+    add_test_flags(parser, "speed")
+    add_output_flags(parser)
+
+    def mode_of(args: argparse.Namespace) -> str:
+        return "perplexity" if args.perplexity else "speed"
+
+    args = parser.parse(argv, mode_of)
+    if args.perplexity:
+        take_one(parser, args, "-m", "--dtype", "--format")
+        args.ctx_size = args.ctx_size or 512
+        args.stride = args.stride or args.ctx_size
+        if args.stride > args.ctx_size:
+            parser.error(f"--stride {args.stride} skips text between windows of {args.ctx_size}")
+    args.tests = tests_of(parser, args)
+    find_models(parser, args)
+    return args
