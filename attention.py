@@ -19,14 +19,10 @@ from torch.nn import functional
 
 from extra import hopper
 from extra.cpu import without_onednn
-from formats import Matrix, plain_values
-from fp8 import E4M3, e4m3_encode
-from launch import (
+from extra.launch import (
     EMULATED,
     Scratch,
-    SplitSizes,
     capability,
-    few_rows_sizes,
     gdc_launch_dependents,
     gdc_wait,
     is_last,
@@ -36,10 +32,12 @@ from launch import (
     rows_of_program,
     saturated,
     split_of,
-    split_sizes,
     tl,
     triton,
 )
+from extra.sizes import SplitSizes, few_rows_sizes, split_sizes
+from formats import Matrix, plain_values
+from fp8 import E4M3, e4m3_encode
 
 # ---- what ops see of model.LayerWeights and of model.State
 #

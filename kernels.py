@@ -2,7 +2,6 @@
 
 Read in this order:
 
-    launch.py      how a kernel is launched, and what it may do before the one before it has ended
     formats.py     what a matrix is: how its weights are stored, and how kernels load them.
                    fp8.py and extra/int4.py are the formats that this program encodes
     products.py    x W^T for one token, a few, or a prompt, and the norm before it
@@ -11,7 +10,8 @@ Read in this order:
     kernels.py     (here) what is done with the rows of each product, RoPE, the embedding, and last
                    the table of all ops, which is worth a look first
 
-In extra/ is what only some models, cards or machines need: stream.py and quants.py (codes in
+extra/launch.py says how a kernel is launched, and what it may do before the one before it has
+ended. In extra/ is also what only some models, cards or machines need: stream.py and quants.py (codes in
 groups), experts.py, hopper.py, cpu.py, parallel.py.
 
 Shape letters, here and everywhere:
@@ -54,9 +54,9 @@ from attention import LayerView, StateView, attention, attention_ref, to_cache, 
 from extra import experts
 from extra.experts import Routes, route, route_ref
 from extra.int4 import INT4
+from extra.launch import gdc_launch_dependents, gdc_wait, jit, launch, saturated, tl, triton
 from formats import Format, Matrix
 from fp8 import E4M3, E5M2
-from launch import gdc_launch_dependents, gdc_wait, jit, launch, saturated, tl, triton
 from products import (
     STORE_ROWS,
     Epilogue,

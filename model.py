@@ -19,9 +19,9 @@ from torch import Tensor
 import kernels
 from extra import experts
 from extra.cpu import storage_dtype
+from extra.launch import Scratch, compile_kernels
 from extra.parallel import Exchange, Ranks, make_exchange
 from formats import Format, Matrix
-from launch import Scratch, compile_kernels
 from products import copy_bytes, fit_norm
 from sampling import Sampler, Sampling
 

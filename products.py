@@ -31,6 +31,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from extra import cpu
+from extra.launch import (
+    EMULATED,
+    cache_key,
+    capability,
+    constexpr,
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    launch,
+    processors,
+    tl,
+    triton,
+)
+from extra.sizes import FewSizes, few_sizes, stream_sizes, vector_sizes
 from extra.stream import stream_kernel
 from formats import (
     Format,
@@ -44,23 +58,6 @@ from formats import (
     row_scale,
 )
 from fp8 import E4M3, E4M3_NATIVE, Float8
-from launch import (
-    EMULATED,
-    FewSizes,
-    cache_key,
-    capability,
-    constexpr,
-    few_sizes,
-    gdc_launch_dependents,
-    gdc_wait,
-    jit,
-    launch,
-    processors,
-    stream_sizes,
-    tl,
-    triton,
-    vector_sizes,
-)
 
 # ---- rmsnorm: y = x / sqrt(mean(x^2) + eps) * weight  (Zhang and Sennrich, 2019)
 #      x [T, C], weight [C] -> [T, C]
@@ -369,8 +366,9 @@ def _range_of(
 #
 #      Where W is a stack, `ids` picks some of its matrices, of N rows and K columns each. With
 #      SUMMED = 1 (w13), each of them multiplies the same x, each in its own row of the grid; with
-#      more SUMMED (w2), x has a part for each matrix, and the products are added up. launch.py says
-#      why the first waits before it reads the ids, and the second need not.
+#      more SUMMED (w2), x has a part for each matrix, and the products are added up. Without a stack,
+#      SUMMED is 1. extra/launch.py says why the first waits before it reads the ids, and the second
+#      need not.
 
 
 @jit

@@ -42,7 +42,7 @@ from tokenizer import TEMPLATES
 # What imports torch, which takes seconds, is imported where it is used, once the command line is
 # parsed
 if TYPE_CHECKING:
-    from chat import Output
+    from extra.chat import Output
     from extra.parallel import Ranks
     from session import Session
 
@@ -180,7 +180,7 @@ def unescaped(text: str) -> str:
 
 
 def work(args: argparse.Namespace, ranks: Ranks) -> int:
-    from chat import Output
+    from extra.chat import Output
     from extra.hardware import pick_device
 
     if args.mode == "save":
@@ -245,7 +245,7 @@ def converse(
     single: bool,
 ) -> int:
     """Answer one message, which may be the prompt, or hold a conversation. Returns the exit code."""
-    from chat import Chat
+    from extra.chat import Chat
     from session import Conversation
 
     chat = Chat(Conversation(session, args.system), output, **text_options(args))

@@ -31,8 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from extra.settings import Sampling
-from launch import (
+from extra.launch import (
     Scratch,
     constexpr,
     gdc_launch_dependents,
@@ -43,6 +42,7 @@ from launch import (
     tl,
     triton,
 )
+from extra.settings import Sampling
 
 COLDEST = 1e-30  # float32 could round lower temperatures to 0
 HOTTEST = 1e30  # beyond it, a logit of model.BANNED could be drawn

@@ -113,10 +113,13 @@ MUTANTS = [
         "attention_of_a_prompt and 62 and False",
     ),
     Mutant(
-        "launch.py", "        tl.store(arrived, 0)\n", "        pass\n", "attention_does_not_depend"
+        "extra/launch.py",
+        "        tl.store(arrived, 0)\n",
+        "        pass\n",
+        "attention_does_not_depend",
     ),
     Mutant(
-        "launch.py",
+        "extra/launch.py",
         "max((k for k in table if k <= key), default=min(table))",
         "min(table)",
         "nearest",
@@ -389,31 +392,31 @@ MUTANTS = [
     ),
     Mutant("extra/speculation.py", "if proposed or waited:", "if proposed:", "costs_3_percent"),
     Mutant(
-        "chat.py",
+        "extra/chat.py",
         '        show(self._release() + "\\n")\n        self._column = 0\n',
         '        show(self._release() + "\\n")\n',
         "printer",
     ),
     Mutant(
-        "chat.py",
+        "extra/chat.py",
         "        tokens_per_s = timings.steps / timings.step_seconds",
         "        tokens_per_s = timings.new_tokens / timings.step_seconds",
         "said_of_a_run",
     ),
     Mutant(
-        "chat.py",
+        "extra/chat.py",
         '        if generation.ended_by == "interrupt" and not self.survives_ctrl_c:\n',
         "        if False:\n",
         "ctrl_c_exits",
     ),
     Mutant(
-        "chat.py",
+        "extra/chat.py",
         "        self.conversation.clear()\n",
         "        pass\n",
         "chat_in_any",
     ),
     Mutant(
-        "chat.py",
+        "extra/chat.py",
         "self.conversation.go_on_from(json.loads(text))",
         "json.loads(text)",
         "chat_in_any",

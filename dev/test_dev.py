@@ -44,12 +44,13 @@ from test_all import (
 )
 
 import bench
-import launch
+from extra import launch
 import products
 from dev import compare, fuzz, mutate, steps
 from dev import kernels as op_table
 from dev import passes as dev_passes
 from dev import tune as tuner
+from extra import sizes as launch_sizes
 from extra.int4 import INT4
 from extra.names import formats_of, layer_tensors, tensor_in
 from extra.random_model import random_weights
@@ -220,7 +221,7 @@ def test_tuner_writes_the_sizes_that_products_take(experts, format, monkeypatch,
     c = read_config_like(**sizes, vocab_size=64, **experts)
     weights = random_weights(c, torch.float16, DEVICE, formats_of(c, format), "triton")
     model = Llama(c, weights, "triton", DEVICE, torch.float16, 128)
-    tables, slow = copy_module.deepcopy(launch.tables()), {}
+    tables, slow = copy_module.deepcopy(launch_sizes.tables()), {}
     candidates = dict(
         vector=[[64, 1024, 4], [16, 1024, 4]],
         stream=[[64, 2048, 3, 3], [32, 2048, 3, 3]],
@@ -240,13 +241,13 @@ def test_tuner_writes_the_sizes_that_products_take(experts, format, monkeypatch,
 
     for kind, tried in candidates.items():
         monkeypatch.setattr(tuner, f"{kind}_candidates", lambda *_, tried=tried: tried)
-        taken = functools.partial(take, kind, getattr(launch, f"{kind}_sizes"))
+        taken = functools.partial(take, kind, getattr(launch_sizes, f"{kind}_sizes"))
         monkeypatch.setattr(products, f"{kind}_sizes", taken)
-    for module in (launch, tuner):
+    for module in (launch_sizes, tuner):
         monkeypatch.setattr(module, "tables", lambda: tables)
     exact = lambda table, key: table[key if key in table else min(table)]
-    monkeypatch.setattr(launch, "nearest", exact)
-    monkeypatch.setattr(launch, "TABLES_FILE", tmp_path / "launch.json")
+    monkeypatch.setattr(launch_sizes, "nearest", exact)
+    monkeypatch.setattr(launch_sizes, "TABLES_FILE", tmp_path / "launch.json")
     monkeypatch.setattr(
         launch, "run_or_compile", lambda *_, **__: None
     )  # no kernel need run for this

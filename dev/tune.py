@@ -22,15 +22,16 @@ import bench
 from dev.passes import pass_seconds
 from extra import bench_flags
 from extra.cli import Parser, use_safe_streams
+from extra.launch import capability, triton
+from extra.sizes import nearest, save_tables, tables
 from formats import Matrix
-from launch import capability, nearest, save_tables, tables, triton
 from model import Llama, State
 
 DEPTH = 64  # tokens already in the cache
 
 
 def vector_candidates(op: str, bits: int, columns: int) -> Iterator[list[int]]:
-    """launch.VectorSizes worth trying: at least eight neighbours per thread, and enough weights per
+    """sizes.VectorSizes worth trying: at least eight neighbours per thread, and enough weights per
     thread to hide the latency of memory, but not too many."""
     sizes = ((2, 4, 8, 16), (1024, 2048, 4096, 8192), (2, 4, 8, 16))
     for rows, block, warps in itertools.product(*sizes):
@@ -41,7 +42,7 @@ def vector_candidates(op: str, bits: int, columns: int) -> Iterator[list[int]]:
 
 
 def stream_candidates(op: str, bits: int, columns: int) -> Iterator[list[int]]:
-    """launch.StreamSizes worth trying. Only linear_add, also of experts, does without pairs of
+    """sizes.StreamSizes worth trying. Only linear_add, also of experts, does without pairs of
     rows."""
     rows_of_tile = (2, 4, 8)
     if op.endswith("linear_add"):
@@ -53,7 +54,7 @@ def stream_candidates(op: str, bits: int, columns: int) -> Iterator[list[int]]:
 
 
 def few_candidates(op: str, bits: int, columns: int) -> Iterator[list[int] | None]:
-    """launch.FewSizes worth trying: up to 64 registers a thread for the tiles of W in flight. None
+    """sizes.FewSizes worth trying: up to 64 registers a thread for the tiles of W in flight. None
     is what multiplies a prompt."""
     yield None
     sizes = ((16, 32), (4, 8), (1, 2, 4), (4, 8), (1, 2, 4))

@@ -35,8 +35,17 @@ from torch import Tensor
 
 from attention import StateView
 from extra.experts import Routes, slots_added
+from extra.launch import (
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    launch,
+    processors,
+    saturated,
+    tl,
+    triton,
+)
 from formats import Matrix
-from launch import gdc_launch_dependents, gdc_wait, jit, launch, processors, saturated, tl, triton
 from products import (
     MAX_FEW,
     Epilogue,

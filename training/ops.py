@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from launch import (
+from extra.launch import (
     EMULATED,
     constexpr,
     gdc_launch_dependents,

@@ -26,7 +26,7 @@ from test_all import (
 )
 
 import bench
-import launch
+from extra import launch
 from training import ops as training
 
 # padding, and values not finite on purpose

@@ -1,5 +1,4 @@
-"""How kernels are launched: with or without Triton, programmatic dependent launch, the launch sizes
-of each card.
+"""How kernels are launched: with or without Triton, and with programmatic dependent launch.
 
 Programmatic dependent launch. A decode step of 7B is about 160 kernels in one CUDA graph, each a
 few to 60 microseconds long, and by default a kernel starts only when the one before it has ended.
@@ -32,16 +31,12 @@ offsets, load its first tile of weights. The rules that keep this correct:
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
-import json
 import os
-import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from contextvars import ContextVar, copy_context
 from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -232,144 +227,3 @@ def rows_of_program(pid, blocks, heads_at_once, H):
     heads = tl.minimum(heads_at_once, H - first)
     rest = pid - first * blocks
     return blocks - 1 - rest // heads, first + rest % heads
-
-
-# ---- launch sizes: launch.json, which dev/tune.py writes for another card
-
-
-class VectorSizes(NamedTuple):
-    """How a product with one token is divided. Each program takes `rows` rows of W and reads
-    `block` columns of them at a time."""
-
-    rows: int
-    block: int
-    warps: int
-
-
-class StreamSizes(NamedTuple):
-    """How extra/stream.py divides such a product. There are `programs` programs for each SM,
-    with a warp for every 2048 columns of a block. A program loops over tiles of `rows` rows, of
-    which `stages` - 1 are in flight. The launcher enlarges `block` if three blocks do not cover a
-    row (products.stream_block)."""
-
-    rows: int
-    block: int
-    programs: int
-    stages: int
-
-
-class FewSizes(NamedTuple):
-    """How a product with a few tokens is divided: each program takes `rows` rows of W, each warp
-    `steps` times 64 bytes of a row at a time, with `ahead` such tiles in flight. `lanes` threads
-    load neighbouring bytes of a row."""
-
-    rows: int
-    warps: int
-    steps: int
-    lanes: int
-    ahead: int
-
-
-class GroupedSizes(NamedTuple):
-    """How the product of a prompt with its experts is divided: tiles of `block` slots by `rows`
-    rows of W, `columns` columns at a time in 16 bits, half as many in 32 and twice as many in
-    8."""
-
-    block: int
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-
-
-class SplitSizes(NamedTuple):
-    """How attention divides the positions: into at most `programs` splits per SM, read in tiles of
-    `block` positions."""
-
-    programs: int
-    block: int
-    warps: int
-    stages: int
-    least: int  # up to this many positions there is one split
-
-
-TABLES_FILE = Path(__file__).with_name("launch.json")
-
-
-@cache
-def tables() -> dict[str, Any]:
-    """The contents of launch.json. Each table is looked up by compute capability (0 is the
-    interpreter), then by the numbers listed here. Where a number is missing, the next smaller one
-    is taken, or the smallest if there is none, unless the list says that it must be exact.
-
-    vector    bits per weight, op ("default" for any other), columns of W: VectorSizes
-    stream    the same, with the columns of all matrices whose products are added up: StreamSizes
-    few       bits per weight, tokens (padded to 8 or 16), op, exact columns of W (0 for any other):
-              FewSizes. null stands for the library, or for the kernel of prompts with experts:
-              where that was faster, and for 16-bit weights on cards that were not measured
-    grouped   bits per weight, slots for each expert, on average: GroupedSizes
-    split     query rows per key/value head: SplitSizes
-    few_rows  exact capability: SplitSizes of extra/hopper.py's kernel for a few rows, whose tiles
-              are 16 positions per warp
-
-    Hopper's are measured. "few" of 100 is that of 80. Those of 86, which 89 shares, and of 120 are
-    derived: such an SM has 100 kB of shared memory and 48 warps and reads 8 to 11 GB/s, so that 10
-    kB in flight are enough. All programs of a stream fit on the SMs at once, and 4096 rows divide
-    evenly among 128 SMs (an RTX 4090's), or nearly so among 170 (a 5090's).
-    """
-
-    def with_numbers(table: dict) -> dict:
-        return {int(key) if key.isdecimal() else key: value for key, value in table.items()}
-
-    return json.loads(TABLES_FILE.read_text(), object_hook=with_numbers)
-
-
-def save_tables() -> None:
-    """Write the tables, which the tuner has changed in place, to launch.json: a line for each
-    op."""
-    on_one_line = lambda innermost: json.dumps(json.loads(innermost[0]))
-    text = re.sub(r"{[^{}]*}", on_one_line, json.dumps(tables(), indent=1))
-    TABLES_FILE.write_text(f"{text}\n")
-
-
-def nearest(table: dict, key: int):
-    """The entry with the largest key that is not above this one, or the smallest."""
-    return table[max((k for k in table if k <= key), default=min(table))]
-
-
-def vector_sizes(device: torch.device, bits: int, op: str, columns: int) -> VectorSizes:
-    return VectorSizes(*_single_sizes("vector", device, bits, op, columns))
-
-
-def stream_sizes(device: torch.device, bits: int, op: str, columns: int) -> StreamSizes:
-    return StreamSizes(*_single_sizes("stream", device, bits, op, columns))
-
-
-def _single_sizes(kind: str, device: torch.device, bits: int, op: str, columns: int) -> list[int]:
-    ops = nearest(nearest(tables()[kind], capability(device)), bits)
-    return nearest(ops.get(op, ops["default"]), columns)
-
-
-def few_sizes(
-    device: torch.device, bits: int, op: str, columns: int, tokens: int
-) -> FewSizes | None:
-    """Returns None if such products are computed as those of a prompt."""
-    ops = nearest(nearest(tables()["few"], capability(device)), bits)[tokens]
-    sizes = ops.get(op, ops["default"])
-    found = sizes.get(columns, sizes[0])
-    return FewSizes(*found) if found else None
-
-
-def grouped_sizes(device: torch.device, bits: int, each: int) -> GroupedSizes:
-    table = nearest(nearest(tables()["grouped"], capability(device)), bits)
-    return GroupedSizes(*nearest(table, each))
-
-
-def split_sizes(device: torch.device, rows: int) -> SplitSizes:
-    return SplitSizes(*nearest(nearest(tables()["split"], capability(device)), rows))
-
-
-def few_rows_sizes(device: torch.device) -> SplitSizes | None:
-    """Returns None on cards for which extra/hopper.py has no kernel for a few rows."""
-    found = tables()["few_rows"].get(capability(device))
-    return SplitSizes(*found) if found else None
