@@ -4,7 +4,8 @@ Files without a place beside them lie in extra/.
       a name: "owner/name", a folder or a GGUF file
     1   |  hub.py        finds it on this machine, or downloads it
       a path
-    2   |  sources.py    which layout is it: Hugging Face's, Meta's, GGUF, or --save's?
+    2   |  sources.py    which layout is it: Hugging Face's, Meta's, GGUF, or --save's? How each
+        |               stores its tensors is read best with step 5
       a Source
     3   |  config.py     reads config.json or params.json, and refuses what is not supported
         |  families.py   what tells Llama, Qwen3 and other families apart: a row each
@@ -12,8 +13,9 @@ Files without a place beside them lie in extra/.
       a Config
     4   |  names.py      the tensors of such a model, and what each layout calls their parts
       names and shapes
-    5   |  tensors.py    finds them in the files, reading only headers, and checks them
-        |  reading.py    reads some of their rows, several at a time and one batch ahead
+    5   |  reading.py    tensors in files: where they lie, and reading some rows of several at once
+        |  tensors.py    the tensors of a model, made of these. Only headers are read, and checked
+        |  torchfile.py  the header, as it were, of a file that torch.save wrote
         |  schemes.py    how other programs store the matrices that they have quantised
       a Checkpoint: the Config and its tensors
     6   |  hardware.py   chooses device, type and backend, and asks whether it all fits into memory
@@ -28,8 +30,8 @@ and joins them. Under it, FileTensors say where the bytes lie in files. A Source
 by piece, while the next pieces are on their way from the files (reading.py), and each piece knows
 which rows of the tensor it is, so that the Loader only copies it there.
 
-Only a Source knows its layout. files.py opens all files, since none is trusted. save.py goes the
-other way, and writes the weights of a Loader to a folder."""
+Only hub.py and a Source know a layout. files.py opens all files, since none is trusted. save.py
+goes the other way, and writes the weights of a Loader to a folder."""
 
 from __future__ import annotations
 

@@ -2165,8 +2165,8 @@ def test_prompt_asked_again(tiny_model, monkeypatch):
 def test_progress_of_a_long_prompt(cli, tiny, monkeypatch):
     shown, original, ends = io.StringIO(), tqdm, []
     at_once = dict(delay=0, disable=False, mininterval=0, file=shown)
-    monkeypatch.setattr("chat.tqdm", lambda **options: original(**options | at_once))
-    monkeypatch.setattr("chat.show", lambda text: ends.append(shown.getvalue()[-1]))
+    monkeypatch.setattr("extra.chat.tqdm", lambda **options: original(**options | at_once))
+    monkeypatch.setattr("extra.chat.show", lambda text: ends.append(shown.getvalue()[-1]))
     monkeypatch.setitem(PROMPT_CHUNK, "cpu", 16)
     assert cli("-m", tiny, "-p", "fox " * 40, "-n", 1, "-c", 300)[0] == 0
     length = len(Tokenizer(tiny).encode("fox " * 40))

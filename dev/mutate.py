@@ -119,7 +119,7 @@ MUTANTS = [
         "attention_does_not_depend",
     ),
     Mutant(
-        "extra/launch.py",
+        "extra/sizes.py",
         "max((k for k in table if k <= key), default=min(table))",
         "min(table)",
         "nearest",
@@ -276,10 +276,14 @@ MUTANTS = [
         "start += 1",
         "piece_by_piece",
     ),
+    Mutant("extra/torchfile.py", "argument in tuples", "False", "spoiled_checkpoint and tuples"),
+    Mutant("extra/torchfile.py", "> 2 * stat.st_size", "> 2**60", "spoiled_checkpoint and storage"),
     Mutant(
-        "extra/tensors.py", "if name not in REFERRED:", "if False:", "spoiled_checkpoint and fills"
+        "extra/torchfile.py",
+        "if found[-1].end > stat.st_size:",
+        "if False:",
+        "spoiled_checkpoint and elements",
     ),
-    Mutant("extra/tensors.py", "t.nbytes > stat.st_size", "False", "spoiled_checkpoint and beyond"),
     Mutant(
         "extra/tensors.py",
         "(-1, 2, self.head_dim // 2,",

@@ -293,7 +293,7 @@ def _longrope(rope: Fields, D: int) -> tuple[float, ...]:
 
 def _listed_factors(rope: Fields, name: str, D: int) -> tuple[float, ...]:
     factors = rope.get(name)
-    is_factor = lambda x: type(x) is float and 0 < x < math.inf
+    is_factor = lambda x: type(x) in (int, float) and 0 < x < math.inf
     if not isinstance(factors, list) or not all(map(is_factor, factors)):
         raise ValueError(
             f"{rope.file}: the factors of RoPE are {factors!r}; they must be finite and above 0"

@@ -43,7 +43,8 @@ class Family:
     gguf: str  # its general.architecture in a GGUF file, which families may share
     # For fields that a config.json leaves out: transformers' defaults, if they are not Llama's
     defaults: dict[str, Any] = field(default_factory=dict)
-    naming: str = "hugging_face"  # the names of its tensors in a folder, see Part.name_in
+    # Tensors that have other names in its folders, by their names in the others': names.Part
+    renames: dict[str, str] = field(default_factory=dict)
     has_window: Callable[[Fields], bool] = in_some_layers
     qkv_bias: bool | None = None  # None: as attention_bias says, for wo as well
     mlp_bias: bool = False  # whether a config.json's field of this name counts
@@ -77,7 +78,12 @@ FAMILIES = {
             "rms_norm_eps": 1e-5,
             "rope_theta": 1e6,
         },
-        naming="mixtral",
+        renames={
+            "mlp.gate.weight": "block_sparse_moe.gate.weight",
+            "mlp.experts.{}.gate_proj.weight": "block_sparse_moe.experts.{}.w1.weight",
+            "mlp.experts.{}.up_proj.weight": "block_sparse_moe.experts.{}.w3.weight",
+            "mlp.experts.{}.down_proj.weight": "block_sparse_moe.experts.{}.w2.weight",
+        },
         has_window=always,
         qkv_bias=False,
         experts=True,

@@ -263,7 +263,11 @@ def read_header(file: Path) -> GGUF:
             f"{file} is one of {count} parts: its name must end in -00001-of-{count:05}.gguf"
         )
     parts = [_read_part(file.with_name(f"{name[1]}{i + 1:05}{name[2]}")) for i in range(count)]
-    tensors = {key: info for part in parts for key, info in part.tensors.items()}
+    tensors: dict[str, TensorInfo] = {}
+    for part in parts:
+        for key, info in part.tensors.items():
+            if tensors.setdefault(key, info) is not info:
+                raise ValueError(f"{part.file} has {key} a second time: download it again")
     return GGUF(parts[0].file, parts[0].metadata, tensors)
 
 
@@ -351,7 +355,7 @@ def config_json(gguf: GGUF) -> dict[str, Any]:
         "mlp_bias": True,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "torch_dtype": _dtype(gguf),
-        "bos_token_id": gguf.metadata.get("tokenizer.ggml.bos_token_id"),
+        "bos_token_id": gguf.get("tokenizer.ggml.bos_token_id", int),
         "eos_token_id": _eos_ids(gguf),
     }
 

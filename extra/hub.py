@@ -53,7 +53,7 @@ def weight_map(index: Path) -> dict[str, Path]:
         path = PurePath(name)
         outside = path.is_absolute() or ".." in path.parts
         if outside or path.suffix not in (".safetensors", ".bin"):
-            raise ValueError(f"{index} names {name!r}, which is not a file of its own folder")
+            raise ValueError(f"{index} names {name!r}, which is not a file in its folder")
     return {tensor: index.parent / str(name) for tensor, name in names.items()}
 
 
@@ -122,11 +122,13 @@ def find_checkpoint(
         wanted = [None, "Q4_K_M"]
         if is_offline_mode():
             wanted.append("")
-    for gguf_kind in wanted:
-        path = _cached(repository, gguf_kind)
+    found = [path for gguf_kind in wanted if (path := _cached(repository, gguf_kind))]
+    for path in found:
         # Another program may have cached only some of the files
-        if path and is_whole(path):
+        if is_whole(path):
             return path
+    if found and is_offline_mode():
+        return found[0]  # `load` will say what is wrong with it
     try:
         return _download(repository, kind, read_config)
     except errors.GatedRepoError:

@@ -35,11 +35,11 @@ class Part:
     # Its shape, in names of Config's sizes; ranks share those in CUT. A stack has three
     dims: tuple[str, ...]
     meta: str  # its name in Meta's layout
-    # Its name in Hugging Face's. With {}, each expert has a tensor, and {} is its number
+    # Its name in Hugging Face's, unless its family renames it. With {}, each expert has a tensor, and
+    # {} is its number
     hugging_face: str
     gguf: str  # its name in GGUF's
     rotated: bool = False  # RoPE rotates its rows; layouts store them in different orders
-    mixtral: str = ""  # its name in Hugging Face's folders of Mixtral, if it differs
     in_turn: int = 1  # how many parts take turns, row by row; with 1, one is below the other
     layer: int | None = None  # the layer it belongs to, if any
 
@@ -72,8 +72,8 @@ class Part:
         return shape
 
     def name_in(self, naming: str) -> str:
-        """What it is called by "meta", "hugging_face", "mixtral" or "gguf"."""
-        name = getattr(self, naming) or self.hugging_face
+        """What it is called by "meta", "hugging_face" or "gguf"."""
+        name = getattr(self, naming)
         if self.layer is not None:
             name = f"{LAYERS[naming]}.{self.layer}.{name}"
         return name
@@ -81,19 +81,23 @@ class Part:
 
 # fmt: off
 VECTOR, ROW, TABLE, PLAIN, MATRIX = Kind
-LAYERS = {"meta": "layers", "hugging_face": "model.layers", "mixtral": "model.layers", "gguf": "blk"}
+LAYERS = {"meta": "layers", "hugging_face": "model.layers", "gguf": "blk"}
 LAYER = (
     Part("attention_norm", VECTOR, ("dim",), "attention_norm.weight", "input_layernorm.weight", "attn_norm.weight"),
-    Part("wqkv", MATRIX, ("q_dim", "dim"), "attention.wq.weight", "self_attn.q_proj.weight", "attn_q.weight", True),
-    Part("wqkv", MATRIX, ("kv_dim", "dim"), "attention.wk.weight", "self_attn.k_proj.weight", "attn_k.weight", True),
+    Part("wqkv", MATRIX, ("q_dim", "dim"), "attention.wq.weight", "self_attn.q_proj.weight", "attn_q.weight",
+         rotated=True),
+    Part("wqkv", MATRIX, ("kv_dim", "dim"), "attention.wk.weight", "self_attn.k_proj.weight", "attn_k.weight",
+         rotated=True),
     Part("wqkv", MATRIX, ("kv_dim", "dim"), "attention.wv.weight", "self_attn.v_proj.weight", "attn_v.weight"),
-    Part("qkv_bias", VECTOR, ("q_dim",), "attention.wq.bias", "self_attn.q_proj.bias", "attn_q.bias", True),
-    Part("qkv_bias", VECTOR, ("kv_dim",), "attention.wk.bias", "self_attn.k_proj.bias", "attn_k.bias", True),
+    Part("qkv_bias", VECTOR, ("q_dim",), "attention.wq.bias", "self_attn.q_proj.bias", "attn_q.bias",
+         rotated=True),
+    Part("qkv_bias", VECTOR, ("kv_dim",), "attention.wk.bias", "self_attn.k_proj.bias", "attn_k.bias",
+         rotated=True),
     Part("qkv_bias", VECTOR, ("kv_dim",), "attention.wv.bias", "self_attn.v_proj.bias", "attn_v.bias"),
     Part("qk_norm", ROW, ("head_dim",), "attention.q_norm.weight", "self_attn.q_norm.weight",
-         "attn_q_norm.weight", True),
+         "attn_q_norm.weight", rotated=True),
     Part("qk_norm", ROW, ("head_dim",), "attention.k_norm.weight", "self_attn.k_norm.weight",
-         "attn_k_norm.weight", True),
+         "attn_k_norm.weight", rotated=True),
     Part("wo", MATRIX, ("dim", "q_dim"), "attention.wo.weight", "self_attn.o_proj.weight", "attn_output.weight"),
     Part("wo_bias", VECTOR, ("dim",), "attention.wo.bias", "self_attn.o_proj.bias", "attn_output.bias"),
     Part("ffn_norm", VECTOR, ("dim",), "ffn_norm.weight", "post_attention_layernorm.weight", "ffn_norm.weight"),
@@ -112,17 +116,14 @@ FEED_FORWARD = (
 )
 # Instead of it, in a model with experts. Meta has none, so their first names are only our own
 ROUTER = Part("router", PLAIN, ("n_experts", "dim"), "feed_forward.gate.weight", "mlp.gate.weight",
-              "ffn_gate_inp.weight", mixtral="block_sparse_moe.gate.weight")
+              "ffn_gate_inp.weight")
 EXPERTS = (
     Part("w13", MATRIX, ("n_experts", "hidden_dim", "dim"), "feed_forward.experts.w1.weight",
-         "mlp.experts.{}.gate_proj.weight", "ffn_gate_exps.weight",
-         mixtral="block_sparse_moe.experts.{}.w1.weight", in_turn=2),
+         "mlp.experts.{}.gate_proj.weight", "ffn_gate_exps.weight", in_turn=2),
     Part("w13", MATRIX, ("n_experts", "hidden_dim", "dim"), "feed_forward.experts.w3.weight",
-         "mlp.experts.{}.up_proj.weight", "ffn_up_exps.weight",
-         mixtral="block_sparse_moe.experts.{}.w3.weight", in_turn=2),
+         "mlp.experts.{}.up_proj.weight", "ffn_up_exps.weight", in_turn=2),
     Part("w2", MATRIX, ("n_experts", "dim", "hidden_dim"), "feed_forward.experts.w2.weight",
-         "mlp.experts.{}.down_proj.weight", "ffn_down_exps.weight",
-         mixtral="block_sparse_moe.experts.{}.w2.weight"),
+         "mlp.experts.{}.down_proj.weight", "ffn_down_exps.weight"),
 )
 EMBEDDING = Part("embedding", TABLE, ("vocab_size", "dim"), "tok_embeddings.weight", "model.embed_tokens.weight",
                  "token_embd.weight")

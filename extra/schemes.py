@@ -366,7 +366,7 @@ def scheme_of(f: Fields) -> Scheme | None:
         return awq(group)
     if method == "gptq":
         only(bits=(4, 8), checkpoint_format=(None, "", "gptq", "gptq_v2"))
-        return gptq(group, q.get("checkpoint_format") == "gptq_v2", q["bits"])
+        return gptq(group, q.get("checkpoint_format") == "gptq_v2", q.number("bits", 4, 8))
     if method == "modelopt":
         only(quant_algo=("FP8", "FP8_PER_CHANNEL_PER_TOKEN"))
         return fp8_scaled("weight_scale", in_blocks=False)

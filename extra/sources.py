@@ -99,12 +99,16 @@ class Source(ABC):
     def file_tensors(self) -> list[FileTensor]:
         """All tensors of its files. Raises OSError, ValueError."""
 
+    def name_of(self, part: Part) -> str:
+        """What the files call a part of a tensor."""
+        return part.name_in(self.naming)
+
     def part(self, c: Config, part: Part, found: Found) -> SourceTensor:
-        """A part of a tensor of the model, not yet checked, made from those in the files."""
+        """A part of a tensor of the model, which is checked later, made from those in the files."""
         raise NotImplementedError
 
     def tensor(self, c: Config, t: ModelTensor, found: Found) -> SourceTensor:
-        """A tensor of the model, not yet checked either."""
+        """A tensor of the model, which is checked later."""
         parts = [self.part(c, part, found) for part in t.parts]
         if len(parts) == 1:
             return parts[0]
@@ -128,7 +132,7 @@ class Source(ABC):
     def untied(self, c: Config, found: Found) -> Config:
         """Returns the configuration, with tie_embeddings False if the files hold two different
         matrices. The one matrix of a tied model may have either name, or be stored under both."""
-        embedding, output = EMBEDDING.name_in(self.naming), OUTPUT.name_in(self.naming)
+        embedding, output = self.name_of(EMBEDDING), self.name_of(OUTPUT)
         if output not in found:
             return c
         if embedding not in found:
@@ -146,7 +150,7 @@ class Source(ABC):
         present = set()
         for t in model_tensors(c):
             if t.field in BIASES:
-                names = [f"{t.name}.weight", *(part.name_in(self.naming) for part in t.parts)]
+                names = [f"{t.name}.weight", *(self.name_of(part) for part in t.parts)]
                 present.update(t.field for name in names if name in found)
         return replace(c, **{bias: bias in present for bias in BIASES})
 
@@ -243,7 +247,7 @@ class GgufFile(Source):
         return found
 
     def part(self, c: Config, part: Part, found: Found) -> SourceTensor:
-        name = part.name_in(self.naming)
+        name = self.name_of(part)
         in_pairs = FAMILIES[gguf.family_name(self.header)].in_pairs
         head_dim = c.head_dim if part.rotated and not in_pairs else None
         info = self.header.tensors.get(name)
@@ -309,13 +313,16 @@ class Folder(Source):
 class HuggingFaceFolder(Folder):
     """A folder with a config.json."""
 
+    naming = "hugging_face"
+
     @cached_property
     def config_json(self) -> Fields:
         return Fields(self.path / "config.json")
 
-    @property
-    def naming(self) -> str:
-        return family_of(self.config_json).naming
+    def name_of(self, part: Part) -> str:
+        renames = family_of(self.config_json).renames
+        renamed = renames.get(part.hugging_face, part.hugging_face)
+        return replace(part, hugging_face=renamed).name_in(self.naming)
 
     @cached_property
     def scheme(self) -> schemes.Scheme | None:
@@ -325,7 +332,7 @@ class HuggingFaceFolder(Folder):
         return hugging_face_config(self.config_json, generation_of(self.path))
 
     def part(self, c: Config, part: Part, found: Found) -> SourceTensor:
-        name = part.name_in(self.naming)
+        name = self.name_of(part)
         head_dim = c.head_dim if part.rotated else None
 
         def tensor(in_file: str) -> SourceTensor:

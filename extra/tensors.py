@@ -6,14 +6,9 @@ read until rows and columns of a tensor are asked for.
 Nothing in a file is trusted: names, types and shapes are compared with what the configuration says,
 and codes and scales are checked as they are read."""
 
-import io
 import json
 import math
 import os
-import pickletools
-import re
-import warnings
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,6 +24,7 @@ from torch import Tensor
 from extra import gguf, schemes
 from extra.files import one_line, open_regular, version_of
 from extra.reading import CPU, FileTensor, Piece, in_order, rows_in, split
+from extra.torchfile import torch_tensors
 from formats import Format, Quantised, Tensors
 
 ALL = slice(None)
@@ -40,6 +36,7 @@ TYPES = {  # by their names in safetensors; floats have the same names in GGUF
     "I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32,
     "F8_E4M3": torch.float8_e4m3fn,
 }  # fmt: skip
+HEADER_BYTES = 1 << 23  # the most in a safetensors file; enough for 80,000 tensors
 
 
 def tensors_of(file: Path) -> list[FileTensor]:
@@ -55,9 +52,12 @@ def safetensors_header(file: Path) -> tuple[dict[str, str], list[FileTensor]]:
     without dimensions counts as one with a single element. Raises ValueError."""
     with open_regular(file) as f:
         version = version_of(os.fstat(f.fileno()))
+        size = int.from_bytes(f.read(8), "little")
         try:
-            with safe_open(file, "pt"):
-                size = int.from_bytes(f.read(8), "little")
+            if size > HEADER_BYTES:
+                raise ValueError(f"a header of {size:,} bytes")
+            # "np" maps the file read-only: it may be larger than the memory
+            with safe_open(file, "np"):
                 header = json.loads(f.read(size))
         except (SafetensorError, ValueError) as error:
             raise ValueError(
@@ -71,104 +71,6 @@ def safetensors_header(file: Path) -> tuple[dict[str, str], list[FileTensor]]:
         dtype = TYPES.get(about["dtype"])
         found.append(FileTensor(file, name, dtype, shape, offset, version))
     return metadata, found
-
-
-# What the pickle of a state_dict refers to. weights_only allows more, such as bytearray, which could
-# fill the memory
-REFERRED = {
-    "collections.OrderedDict",
-    "torch._utils._rebuild_tensor_v2",
-    "torch._utils._rebuild_parameter",
-    *(f"torch.{kind}Storage" for kind in "Float Half BFloat16 Double Char Byte Short Int".split()),
-}
-ZIP_BYTES = 1 << 22  # the most bytes of anything in such a file but values: 20,000 tensors
-
-
-class ZipFile(io.FileIO):
-    """A file for zipfile, which believes what the file says of its own sizes."""
-
-    def read(self, size: int = -1) -> bytes:
-        most = ZIP_BYTES + 1
-        content = super().read(most if size < 0 else min(size, most))
-        if len(content) == most:
-            raise ValueError("its table of contents is too large")
-        return content
-
-
-def torch_tensors(file: Path) -> list[FileTensor]:
-    """The tensors of a file that torch.save wrote. torch's own unpickler reads its pickle, without
-    running code (weights_only); with the device "meta" it reads no values, but says where they are.
-    It accepts more than named, dense tensors; the rest is refused here. Raises ValueError."""
-    with open_regular(file) as f:
-        stat = os.fstat(f.fileno())
-    try:
-        check_zip(file)
-        with warnings.catch_warnings(action="ignore"):  # about types that are refused below
-            tensors = torch.load(file, "meta", weights_only=True)
-        if not isinstance(tensors, dict) or not all(_is_dense(*item) for item in tensors.items()):
-            raise ValueError("it holds something other than named, dense tensors")
-        found = [_torch_tensor(file, *item, stat) for item in tensors.items()]
-    except Exception as error:  # whatever zipfile, pickle and torch raise for a damaged file
-        # The reason alone, without torch's advice to trust the file
-        reason = re.split(r"\n|\. ", str(error))[0] or type(error).__name__
-        raise ValueError(
-            f"{file} is damaged, or cannot be read safely ({reason}): take the model's safetensors, or save nothing but"
-            " tensors by name, with torch 1.6 or later"
-        ) from None
-    return found
-
-
-def check_zip(file: Path) -> None:
-    """Raise ValueError if reading the tensors' names could call anything unexpected, or take memory
-    that the size of the file does not justify."""
-    with ZipFile(file) as f, zipfile.ZipFile(f) as archive:
-        for entry in archive.infolist():
-            if entry.compress_type != zipfile.ZIP_STORED:
-                raise ValueError("it is compressed")  # a few bytes could become any number
-            folder, _, name = entry.filename.rpartition("/")
-            if folder.endswith("/data"):  # values of tensors
-                continue
-            if entry.file_size > ZIP_BYTES:
-                raise ValueError(f"its {name} has {entry.file_size:,} bytes")
-            content = archive.read(entry)
-            if name == "byteorder" and content != b"little":
-                raise ValueError("it is in big-endian order")
-            if name == "data.pkl":
-                check_pickle(content)
-
-
-def check_pickle(content: bytes) -> None:
-    """Raise ValueError if a pickle refers to anything but what torch.save needs for tensors."""
-    for opcode, argument, _ in pickletools.genops(content):
-        if opcode.name == "GLOBAL":
-            name = argument.replace(" ", ".")
-            if name not in REFERRED:
-                raise ValueError(f"it refers to {name}")
-
-
-def _torch_tensor(file: Path, name: str, t: Tensor, stat: os.stat_result) -> FileTensor:
-    """Where a tensor is. Raises ValueError if that is not inside the file."""
-    shape = tuple(t.shape) or (1,)
-    strides = None
-    if not t.is_contiguous():
-        strides = t.stride()
-    offset = t.untyped_storage()._checkpoint_offset + t.storage_offset() * t.itemsize
-    tensor = FileTensor(file, name, t.dtype, shape, offset, version_of(stat), strides)
-    # Elements that share their bytes could be many more than the file has
-    if t.nbytes > stat.st_size or tensor.end > stat.st_size:
-        raise ValueError(f"{name} lies outside it")
-    return tensor
-
-
-def _is_dense(name: object, value: object) -> bool:
-    if type(name) is not str or type(value) not in (Tensor, torch.nn.Parameter):
-        return False
-    if value.is_quantized or value.is_nested:
-        return False
-    # One that was saved without values is nowhere in the file
-    if value.layout != torch.strided:
-        return False
-    return value.untyped_storage()._checkpoint_offset is not None
 
 
 # ---- the tensors of a checkpoint

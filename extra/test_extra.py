@@ -105,6 +105,7 @@ from test_all import (
     spoil_tensors,
     state_of_experts,
     tiny,
+    tiny_model,
     tiny_saved,
     train_byte_pairs,
     write,
@@ -1031,6 +1032,27 @@ def stored(content: bytes, file: Path) -> None:
         archive.writestr("archive/data.pkl", content)
 
 
+def replace_in_archive(old: bytes, new: bytes):
+    """In the names and the contents of a pytorch_model.bin's entries."""
+
+    def spoil(folder: Path) -> None:
+        file = folder / "pytorch_model.bin"
+        with zipfile.ZipFile(file) as archive:
+            entries = {name: archive.read(name) for name in archive.namelist()}
+        with zipfile.ZipFile(file, "w") as archive:
+            for name, content in entries.items():
+                name = name.replace(old.decode("latin1"), new.decode("latin1"))
+                archive.writestr(name, content.replace(old, new))
+
+    return spoil
+
+
+def doubled_tuples(levels: int) -> bytes:
+    """A pickle of a tuple that has a tuple twice, and so on."""
+    steps = (bytes([0x71, i, 0x68, i, 0x86]) for i in range(levels))  # BINPUT, BINGET, TUPLE2
+    return b"\x80\x02)" + b"".join(steps) + b"."
+
+
 class Filler:
     """Takes a GB when it is read."""
 
@@ -1152,7 +1174,7 @@ SPOILED = {
     ),
     "one of Meta's shards": (lambda f: [to_meta(f, 2), (f / PTH).unlink()], "expected [350, 64]"),
     "index without shard": (index_of({"": "b.safetensors"}), "b.safetensors, which is missing"),
-    **{f"index that names {name}": (index_of({"a": name}), "not a file of its own folder")
+    **{f"index that names {name}": (index_of({"a": name}), "not a file in its folder")
        for name in ("../x.bin", "/x.bin", "a/../../x.bin", "x", "config.json")},
     "index without a map": (index_of([]), f"{INDEX} lacks the field weight_map"),
     **{f"torch file, {name}": (torch_file(content), UNSAFE) for name, content in {
@@ -1162,7 +1184,30 @@ SPOILED = {
         "runs code": {"x": Bomb()}, "values beyond it": {"x": torch.ones(1).expand(1 << 30)},
     }.items()},
     "torch file that fills the memory": (torch_file({"x": Filler()}), "(it refers to __builtin__.bytearray)"),
-    "torch file with a large entry": (torch_file(bytes(5 << 20), stored), "(its data.pkl has 5,242,880 bytes)"),
+    "torch file, a pickle in capitals": (
+        both(torch_file({"x": Filler()}), replace_in_archive(b"data.pkl", b"DATA.PKL")), UNSAFE,
+    ),
+    "torch file, tuples of tuples": (torch_file(doubled_tuples(40), stored), "its pickle has a tuple twice"),
+    "torch file with room for many objects": (
+        torch_file(b"\x80\x02}r\xff\xff\xff\xff.", stored), "its pickle is damaged",
+    ),
+    "torch file that sets attributes": (
+        torch_file(b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n}X\x01\x00\x00\x00aNsb.", stored), UNSAFE,
+    ),
+    "torch file, one storage many times": (
+        torch_file(lambda: dict.fromkeys(map(str, range(9)), torch.ones(1 << 16))), "(its tensors overlap)",
+    ),
+    "torch file, more elements than it has": (
+        both(
+            torch_file({"x": torch.zeros(2000)}), replace_in_archive(b"M\xd0\x07", b"M\xff\xff")
+        ),
+        "(x lies outside it)",
+    ),
+    "a header of many MB": (
+        lambda f: (f / "model.safetensors").write_bytes((9 << 20).to_bytes(8, "little") + bytes(9 << 20)),
+        "(a header of 9,437,184 bytes)",
+    ),
+    "torch file with a large entry": (torch_file(bytes(5 << 20), stored), "a pickle of more than 4,194,304 bytes"),
     "torch file without dimensions": (torch_file({NORM: torch.tensor(1.0)}), f"{NORM} is [1], expected [64]"),
     "an empty tensor of any shape": (
         both(spoil_config(tie_word_embeddings=True),
@@ -3519,7 +3564,7 @@ def test_launch_sizes_of_the_nearest_card(monkeypatch, tmp_path):
 @pytest.mark.parametrize("arch", [0, *ARCHITECTURES])
 def test_launch_sizes_fit_the_kernels_and_the_card(monkeypatch, arch):
     """Its tiles have to fit into the shared memory. Scales take up to a fifth as much as codes."""
-    monkeypatch.setattr(launch, "capability", lambda device: arch)
+    monkeypatch.setattr(launch_sizes, "capability", lambda device: arch)
     ops = (*PRODUCTS, "an op of one's own")
     for bits, op, columns in itertools.product((4, 6, 8, 16, 32), ops, (64, 4096, 11008)):
         asked = DEVICE, bits, op, columns
