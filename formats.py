@@ -56,7 +56,8 @@ class Format:
         The columns whose weights are stored in these places of a row. Runs of eight columns stay
         together. None if all are in order.
 
-    With these, one token runs in extra/stream.py:
+    These are enough for right results. Few tokens and prompts are fast if each thread loads whole
+    words, as extra/codes4.py does it. One token is fast in extra/stream.py, which needs two more:
 
     stream_load(w, start, k, left, COLUMNS, GROUP)
         A tile, of which each thread gets all that the products of 64 weights need. start may also
@@ -78,8 +79,8 @@ class Format:
     stream_load: Callable | None = None
     stream_sums: Callable | None = None
     sum_x: int = 16  # see stream_sums
-    in_thread: int = 8  # weights that a thread must get for products in half precision
-    peak: float = 16.0  # the largest magnitude to which x is scaled for them
+    weights_per_thread: int = 8  # weights that a thread must get for products in half precision
+    x_peak: float = 16.0  # the largest magnitude to which x is scaled for them
     # How many columns share a scale. Where a matrix is cut by columns, each part has a multiple of
     # that
     group: int = 1
@@ -87,7 +88,7 @@ class Format:
     whole: int = 1
     # A power of two above all that `values` returns, in a format that a prompt's product may round
     # to E4M3; 0 in others
-    bound: float = 0.0
+    e4m3_bound: float = 0.0
     codes_each: int = 1  # codes in an element of the first tensor
 
     @property
@@ -225,7 +226,7 @@ def some_rows(
     extremes = torch.stack(weights.aminmax()).abs()
     if not (extremes <= most).all():
         worst = "NaN or inf" if not extremes.isfinite().all() else f"a weight beyond {most:g}"
-        raise ValueError(f"{worst} cannot be stored in 8 or 4 bits")
+        raise ValueError(f"{worst} cannot be encoded")
     elements = 1 << 16 if weights.is_cpu else 1 << 24
     rows = max(1, elements // weights.shape[1])
     yield from zip(*(t.split(rows) for t in (weights, *out)))

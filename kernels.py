@@ -28,9 +28,9 @@ Words, here and everywhere; formats.py and extra/groups.py have those for weight
     slot          one of the k places of a token for an expert
     chunk         one of the pieces in which a prompt is evaluated
 
-There is one sequence at a time, so there is no batch axis. An op takes x, the weights that it needs
-(a layer, a matrix or a norm) and, if it reads or writes the sequence, its state:
-op(x, layer, state). `pos` is a one-element int32 tensor on the device that says how many positions
+There is one sequence at a time, so there is no batch axis. An op of the model takes x, the weights
+that it needs (a layer, a matrix or a norm) and, if it reads or writes the sequence, its state: most
+are op(x, layer, state). `pos` is a one-element int32 tensor on the device that says how many positions
 are cached before the T new ones. Its value is called start_pos. Kernels take contiguous tensors and
 derive strides from shapes.
 

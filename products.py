@@ -354,11 +354,11 @@ def _range_of(
         # Then each is sqrt(K / 8), and times NORM_LIMIT that is 960 for K = 8192, 1,920 for 32768
         CREST: tl.constexpr = 1024.0 if K <= 8192 else 2048.0
         inv_rms = tl.rsqrt(tl.sum(squares) / K + eps)
-        power = _power_of_two(inv_rms) * (FORMAT.peak / CREST)
+        power = _power_of_two(inv_rms) * (FORMAT.x_peak / CREST)
     else:
         inv_rms = tl.full([], 1.0, tl.float32)
         peak = tl.maximum(tl.max(peaks).to(tl.float32), 1e-30)
-        power = _power_of_two(tl.minimum(FORMAT.peak / peak, 32768.0))
+        power = _power_of_two(tl.minimum(FORMAT.x_peak / peak, 32768.0))
     return power, inv_rms
 
 
@@ -662,7 +662,7 @@ def launch_single(
     stack = stack or Stack(None, w.rows, 1)
     format = format_of(w)
     aligned = x.element_size() == 2 and x.data_ptr() % 16 == 0
-    in_half2 = aligned and w.columns % format.in_thread == 0
+    in_half2 = aligned and w.columns % format.weights_per_thread == 0
     # stream_kernel takes matrices that are added up as a single one, as wide as all (Format.whole)
     side_by_side = stack.summed == 1 or w.columns % format.whole == 0
     if in_half2 and format.stream_load and side_by_side:
@@ -677,7 +677,7 @@ def _vector_plan(op: str, w: Matrix, format: Format, stack: Stack, in_half2: boo
     """in_half2: whether x allows products in half precision."""
     K = w.columns
     sizes = vector_sizes(w.data.device, w.bits, op, K)
-    least = 32 * format.in_thread  # columns that a warp takes at once
+    least = 32 * format.weights_per_thread  # columns that a warp takes at once
     block = min(sizes.block, max(least, triton.next_power_of_2(K)))
     warps = min(sizes.warps, max(1, block // least))
     asm = None
@@ -798,8 +798,8 @@ def _recode_kernel(
     if scales is None:
         tl.store(pointers, (y * scale[:, None, None]).to(out.dtype.element_ty), mask=mask)
     else:
-        tl.store(pointers, ENCODE(y * (256.0 / FORMAT.bound)), mask=mask)
-        tl.store(scales + rows, scale * (FORMAT.bound / 256.0))
+        tl.store(pointers, ENCODE(y * (256.0 / FORMAT.e4m3_bound)), mask=mask)
+        tl.store(scales + rows, scale * (FORMAT.e4m3_bound / 256.0))
 
 
 def recode(w: Matrix, out: Tensor, scales: Tensor | None) -> None:
@@ -858,7 +858,7 @@ def tensor_core_format(w: Matrix, accumulate: str = "auto") -> Float8 | None:
         return None
     if isinstance(w.format, Float8):
         multiplied = w.format
-    elif w.format.bound > 0 and accumulate != "fp32":
+    elif w.format.e4m3_bound > 0 and accumulate != "fp32":
         multiplied = E4M3
     else:
         return None

@@ -269,4 +269,4 @@ def stream_sums_with_minimum(tile, x, sum_x, SCALES: tl.constexpr):
 
 # What all formats of 4-bit codes share for one token. A thread takes 64 columns, which are whole
 # groups
-STREAMED = dict(gain=1.0, sum_x=32, in_thread=64, peak=16384.0)
+STREAMED = dict(gain=1.0, sum_x=32, weights_per_thread=64, x_peak=16384.0)

@@ -356,7 +356,7 @@ def _on_tensor_cores(w: Matrix, accumulate: str, each: int) -> bool:
         return False
     if w.format is E4M3:
         return True
-    return w.format is not None and w.format.bound > 0 and each >= RECODED_FROM
+    return w.format is not None and w.format.e4m3_bound > 0 and each >= RECODED_FROM
 
 
 def copy_bytes(w: Matrix, accumulate: str, each: int) -> int:

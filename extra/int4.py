@@ -11,7 +11,8 @@
 
 Every 256 columns hold eight interleaved groups: each group takes a run of eight columns from each
 quarter of them. With one token a thread needs whole groups of x, and this way neighbouring threads
-still load neighbouring columns.
+still load neighbouring columns. With rotated runs, which groups.py has for other formats, one token
+of 7B is 6% slower (H100), and eight 14%.
 
 Eight codes share an int32, as codes4.py describes."""
 
@@ -214,6 +215,6 @@ INT4 = Int4(
     stream_sums=codes4.stream_sums_with_zero,
     group=GROUP,
     whole=BLOCK,
-    bound=2.0**-4,
+    e4m3_bound=2.0**-4,
     **codes4.STREAMED,
 )

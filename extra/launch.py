@@ -112,12 +112,12 @@ def run_or_compile(kernel, grid: tuple[int, ...], device: torch.device, *args, *
 
 
 def cache_key(parts: Iterable) -> str:
-    """What makes up an object that kernels get as a constant: numbers, and the sources of Triton
-    functions. Triton's cache on disk asks for it under this name; otherwise it would go by the
+    """What makes up an object that kernels get as a constant: plain values, and the sources of
+    Triton functions. Triton's cache on disk asks for it under this name; otherwise it would go by the
     names of the functions, and run an old kernel after one was edited."""
     found = []
     for part in parts:
-        if isinstance(part, int | float | tuple | None):
+        if isinstance(part, int | float | str | tuple | torch.dtype | None):
             found.append(part)
         elif hasattr(part, "cache_key"):
             found.append(part.cache_key)

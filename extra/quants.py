@@ -149,8 +149,9 @@ class FileGroups(Grouped):
     each row, float32 [N, 1].
 
     The halves of a row are multiplied by a power of two, such that the largest is at least 2^14.
-    Those that were halves in the file lose no bit. Kernels multiply them by `unit`, so that decoded
-    weights fit halves, too."""
+    Those that were halves in the file lose no bit. Kernels multiply them by `unit`, which must be so
+    small that what codes4.factors_of makes of them, 2^24 times as large for 4-bit codes, fits a half:
+    2^-24 or less for scales that are the halves themselves."""
 
     scaling: Scaling = Scaling()
     unit: float = 1.0
@@ -546,8 +547,8 @@ Q6_K = FileGroups6(
     turns=2,
     stream_load=_q6_k_stream_load,
     stream_sums=_q6_k_sums,
-    in_thread=64,
-    peak=16384.0,
+    weights_per_thread=64,
+    x_peak=16384.0,
     group=256,
     scaling=Parts(),
     middle=32,
@@ -626,7 +627,7 @@ def _values8(tile, SCALES: tl.constexpr):
 
 
 # What formats of 8-bit codes with groups share for one token
-STREAMED8 = dict(in_thread=64, **ROTATED)
+STREAMED8 = dict(weights_per_thread=64, **ROTATED)
 
 
 # Q8_0: a scale for each 32 columns

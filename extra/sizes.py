@@ -35,8 +35,9 @@ class StreamSizes(NamedTuple):
 
 class FewSizes(NamedTuple):
     """How a product with a few tokens is divided: each program takes `rows` rows of W, each warp
-    `steps` times 64 bytes of a row at a time, with `ahead` such tiles in flight. `lanes` threads
-    load neighbouring bytes of a row."""
+    `steps` times four loads of a thread at a time (products.launch_few: 16 bytes each, in most
+    formats), with `ahead` such tiles in flight. `lanes` threads load neighbouring bytes of a
+    row."""
 
     rows: int
     warps: int

@@ -86,7 +86,7 @@ def _sums(half2, EACH: tl.constexpr):
 @jit
 def _stream_x(x, norm_tiles, k, K: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
     """Load BLOCK places of x, times the norm's weights if there is a norm. Each 64 of them are
-    scaled by a power of two of their own, so that magnitudes stay below FORMAT.peak, as long as no norm
+    scaled by a power of two of their own, so that magnitudes stay below FORMAT.x_peak, as long as no norm
     weight is above products.NORM_LIMIT.
 
     Returns a tuple of x as half2, its sums by FORMAT.sum_x places and the factors that undo the scaling;
@@ -102,7 +102,7 @@ def _stream_x(x, norm_tiles, k, K: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl
     exponent = tl.minimum(exponent, 0x7C000000)  # 2^121: so that 1 / 2^e is a normal float
     # Peaks are scaled to less than TOP. With a norm that is at most 32, for two reasons: _squares
     # adds up four squares in half precision, and the norm's weights may be as large as 32 themselves
-    PEAK: tl.constexpr = FORMAT.peak
+    PEAK: tl.constexpr = FORMAT.x_peak
     TOP: tl.constexpr = PEAK if norm_tiles is None else min(PEAK, 1024) / 32
     # The rest of the way from 1024 to PEAK is multiplied into the norm's weights
     LIFT: tl.constexpr = 1.0 if norm_tiles is None else max(PEAK / 1024, 1.0)
