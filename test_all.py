@@ -78,6 +78,7 @@ from extra import cpu, experts, hardware, hopper, int4, parallel, quants
 from extra.hardware import pick_dtype
 from extra.int4 import INT4
 from extra.names import formats_of, weight_bytes
+from extra.openai import CompletionRequest, parse_request
 from extra.parallel import Ranks
 from extra.save import save
 from extra.speculation import Lookup
@@ -3378,6 +3379,26 @@ def test_serve_paths(server):
         assert connection.getresponse().read() and connection.sock is socket_used, "kept alive"
 
 
+def test_serve_tokens_of_a_text(server):
+    """As llama.cpp's server tells them; nothing that is cached goes."""
+    ids = Tokenizer(TALES).encode("Once upon a time")
+    used = server.complete(max_tokens=0)["usage"]
+    for add_special in False, True:
+        fields = dict(content="Once upon a time", add_special=add_special)
+        told = server.ask("/tokenize", fields)[2]["tokens"]
+        assert told == (ids if add_special else ids[1:])
+        for path in "/detokenize", "/v1/detokenize":
+            assert server.ask(path, {"tokens": told})[2] == {"content": "Once upon a time"}
+    cached = server.complete(max_tokens=0)["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == used["prompt_tokens"]
+    for path, wrong, name in (
+        ("/tokenize", {}, "content"), ("/tokenize", {"content": 5}, "content"),
+        ("/detokenize", {"tokens": "a"}, "tokens"), ("/detokenize", {"tokens": [1.5]}, "tokens"),
+    ):  # fmt: skip
+        status, _, answer = server.ask(path, wrong)
+        assert status == 400 and answer["error"]["param"] == name
+
+
 def test_serve_origins_and_keys(server, tiny):
     asks = {"Access_Control_Request_Method": "POST"}
     asks["Access_Control_Request_Headers"] = "authorization,content-type"
@@ -3515,7 +3536,7 @@ def test_serve_goes_on_after_an_error(tiny, monkeypatch, capfd):
 
     def answer(debug=False, **more) -> list[serve.Part]:
         body = json.dumps(fields | more).encode()
-        request = serve.parse_request(body, serve.CompletionRequest)
+        request = parse_request(body, CompletionRequest)
         sent = []
         link.pipe = SimpleNamespace(recv=lambda: request, send=sent.append)
         serve.write_next(session, "tiny", link, debug)
