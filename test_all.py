@@ -78,7 +78,7 @@ from extra import cpu, experts, hardware, hopper, int4, parallel, quants
 from extra.hardware import pick_dtype
 from extra.int4 import INT4
 from extra.names import formats_of, weight_bytes
-from extra.openai import CompletionRequest, parse_request
+from extra.openai import UNSUPPORTED, APIError, CompletionRequest, parse_request
 from extra.parallel import Ranks
 from extra.save import save
 from extra.speculation import Lookup
@@ -3261,10 +3261,9 @@ def test_serve_messages(server):
 
 
 SAYS_NOTHING = dict(
-    n=1, best_of=1, tools=[], functions=[], tool_choice="none", logit_bias={}, suffix="",
-    presence_penalty=0, frequency_penalty=0.0, response_format={"type": "text"}, stop=None,
-    max_tokens=None, stream=None, logprobs=None, user="me", unknown=[1], model="any",
-    stream_options={"include_usage": None},
+    frequency_penalty=0.0, stop=None, max_tokens=None, stream=None, logprobs=None, model="any",
+    stream_options={"include_usage": None}, user="me", unknown=[1], metadata={"a": "b"}, store=True,
+    service_tier="auto", parallel_tool_calls=False, cache_prompt=True, dry_base=1.75, mirostat_tau=5,
 )  # fmt: skip
 AT_ITS_END = dict(  # the least and the most that a field may be, and whole numbers as floats
     max_tokens=[-1, 0, 2.0, (1 << 31) - 1], temperature=[0, 1e9], top_p=[0, 1], min_p=[0, 1],
@@ -3279,12 +3278,11 @@ WRONG_FIELDS = dict(
     repeat_last_n=[-2, 1 << 31], seed=["x", True, 0.5],
     stop=[5, [5], {}, ["a"] * 1025, [None]], stream=[1, "yes"],
     stream_options=[5, {"include_usage": 1}],
-    n=[2, True, "1"], best_of=[2], presence_penalty=[1],
-    frequency_penalty=[0.5], logit_bias=[{"5": 1}], tools=[[{}], {}], tool_choice=["required"],
-    functions=[[{}]], response_format=[{"type": "json_object"}], suffix=["x"], grammar=["x"],
+    temp=[-1], repetition_penalty=["x"],
+    **{name: [3, "x", [{}], {"x": 1}] for name in UNSUPPORTED.keys() - CompletionRequest.names()},
 )  # fmt: skip
 WRONG_OF = {  # of one kind of request only
-    CHATS: dict(logprobs=[1, "x"], top_logprobs=[21, -1, True], messages=[[], "x", {}]),
+    CHATS: dict(logprobs=[1, "x"], top_logprobs=[21, -1, True, 1], messages=[[], "x", {}]),
     TEXTS_AT: dict(
         logprobs=["x", 21, -1], echo=[1], prompt=[5, [], ["a", "b"], [[]], [1.5], {}, [True]]
     ),
@@ -3293,7 +3291,10 @@ WRONG_OF = {  # of one kind of request only
 
 def test_serve_accepts_what_says_nothing_and_the_ends_of_ranges(server):
     same = server.chat()["message"]
-    assert server.chat(**SAYS_NOTHING | dict(max_completion_tokens=12))["message"] == same
+    nothing = SAYS_NOTHING | {name: values[0] for name, values in UNSUPPORTED.items()}
+    nothing |= dict(max_completion_tokens=12)
+    assert server.chat(**nothing)["message"] == same
+    assert server.complete(**nothing)["text"] == server.complete()["text"]
     for name, value in [(name, value) for name, values in AT_ITS_END.items() for value in values]:
         fields = dict(max_tokens=2) if name != "max_tokens" else dict(stop=[" "])
         assert server.complete(**fields | {name: value})["usage"]["completion_tokens"] < 9, name
@@ -3302,6 +3303,25 @@ def test_serve_accepts_what_says_nothing_and_the_ends_of_ranges(server):
     assert told[0] is None and len(told[1]["top_logprobs"]) == 12
     sampled = [server.complete(temperature=1.5, seed=seed)["text"] for seed in (-2, -2, -3)]
     assert sampled[0] == sampled[1] != sampled[2]
+    names = "repeat_penalty", "repetition_penalty"
+    penalised = [server.complete(**{name: 2})["text"] for name in names]
+    assert penalised[0] == penalised[1] != server.complete()["text"]
+
+
+def test_a_request_refuses_no_field_that_it_has():
+    """What a sampler learns need not be taken out of UNSUPPORTED."""
+
+    class WithGrammar(CompletionRequest):
+        grammar: str = ""
+
+    body = b'{"prompt": "a", "grammar": "x"}'
+    assert parse_request(body, WithGrammar).grammar == "x"
+    with pytest.raises(APIError, match="grammar must be absent or ''"):
+        parse_request(body, CompletionRequest)
+    for name, value in ("n", b"true"), ("min_tokens", b"false"):
+        body = b'{"prompt": "a", "%s": %s}' % (name.encode(), value)
+        with pytest.raises(APIError, match=f"{name} must be absent or"):
+            parse_request(body, CompletionRequest)
 
 
 def test_serve_refuses_wrong_fields(server):

@@ -71,11 +71,27 @@ def event(value: dict) -> bytes:
 
 # ---- fields of requests
 
-# Fields that are not supported, with their values that change nothing, which are accepted
+# Fields of OpenAI, llama.cpp and vLLM that change the text and are not supported, with their values
+# that change nothing: only these are accepted. All other unknown fields are ignored, such as user
+# and store, or dry_base, which has no effect without a dry_multiplier
 UNSUPPORTED = dict(
-    n=[1], best_of=[1], presence_penalty=[0], frequency_penalty=[0], logit_bias=[{}, []], tools=[[]],
+    # several texts, tools, another prompt
+    n=[1], n_cmpl=[1], best_of=[1], use_beam_search=[False], tools=[[]],
     tool_choice=["none", "auto"], functions=[[]], function_call=["none", "auto"],
-    response_format=[{"type": "text"}], suffix=[""], grammar=[""], json_schema=[{}],
+    modalities=[["text"]], suffix=[""], chat_template_kwargs=[{}], add_special_tokens=[True],
+    truncate_prompt_tokens=[-1], lora=[[]],
+    # grammars
+    response_format=[{"type": "text"}], grammar=[""], json_schema=[{}], structured_outputs=[{}],
+    guided_json=[{}, ""], guided_regex=[""], guided_choice=[[]], guided_grammar=[""],
+    # samplers
+    presence_penalty=[0], frequency_penalty=[0], logit_bias=[{}, []], bad_words=[[]],
+    allowed_token_ids=[[]], typical_p=[1], top_n_sigma=[-1, 0], top_a=[0], tfs_z=[1], mirostat=[0],
+    dynatemp_range=[0], smoothing_factor=[0], dry_multiplier=[0], xtc_probability=[0],
+    adaptive_target=[-1], no_repeat_ngram_size=[0], min_keep=[0],
+    samplers=[["penalties", "top_k", "top_p", "min_p", "temperature"]],
+    # the end of the text
+    min_tokens=[0], stop_token_ids=[[]], include_stop_str_in_output=[False], n_indent=[0],
+    t_max_predict_ms=[0],
 )  # fmt: skip
 OPTIONS = {"stop", "ignore_eos", *SETTINGS}  # of Session.generate, under the same names
 
@@ -134,9 +150,10 @@ def own_seed(seed: int) -> int:
     return seed % (SETTINGS["seed"].high + 1)
 
 
-def _field(setting: Setting):
-    """A field of a request, and its default."""
-    limits = Field(None, ge=setting.low, le=setting.largest, alias=setting.full or None)
+def _field(name: str, setting: Setting):
+    """A field of a request, under each of its names, and its default."""
+    names = AliasChoices(*filter(None, (setting.full, name, setting.checkpoint)))
+    limits = Field(None, ge=setting.low, le=setting.largest, validation_alias=names)
     return setting.kind | None, limits
 
 
@@ -159,7 +176,7 @@ class ModelRequest(Strict):
 
 
 Filters = create_model(
-    "Filters", __base__=ModelRequest, **{name: _field(setting) for name, setting in FILTERS.items()}
+    "Filters", __base__=ModelRequest, **{name: _field(name, row) for name, row in FILTERS.items()}
 )
 
 
@@ -179,6 +196,26 @@ class GenerationRequest(Filters):
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_unsupported(cls, fields: dict) -> dict:
+        """A field that this class has is supported, whatever UNSUPPORTED says."""
+        for name in (UNSUPPORTED.keys() - cls.names()) & fields.keys():
+            known = UNSUPPORTED[name]
+            if to_json(fields[name]) not in map(to_json, known):  # true is not 1
+                message = f"{name} must be absent or {known[0]!r}: nothing else is supported"
+                raise APIError(message, param=name)
+        return fields
+
+    @classmethod
+    def names(cls) -> set[str]:
+        """What its fields are called in a body."""
+        names = set()
+        for name, field in cls.model_fields.items():
+            aliases = field.validation_alias
+            names.update(aliases.choices if aliases else [name])
+        return names
 
     @property
     def is_stream(self) -> bool:
@@ -370,11 +407,6 @@ def parse_request(body: bytes, kind: type[ModelRequest]) -> ModelRequest:
     for name, value in fields.items():
         if isinstance(value, float) and value.is_integer():  # 5.0 is 5: JSON has one kind of number
             fields[name] = int(value)
-    for name, values in UNSUPPORTED.items():
-        value = fields.get(name, values[0])
-        if isinstance(value, bool) or value not in values:
-            message = f"{name} must be absent or {values[0]!r}: nothing else is supported"
-            raise APIError(message, param=name)
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
