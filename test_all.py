@@ -5,6 +5,7 @@ its seed.
 The Triton kernels run on the GPU if there is one, otherwise in Triton's interpreter; either way
 they are compiled ahead of time for every supported architecture."""
 
+import ast
 import codecs
 import contextlib
 import copy as copy_module
@@ -2286,7 +2287,7 @@ def test_wrong_usage_exits_2_in_one_line(monkeypatch, capfd, main, flags, said):
     (["-p", "-"], b"abc\xff", "standard input is not UTF-8: byte 0xff at offset 3"),
     (["-p", "Once upon a time there was a fox", "-c", "4"], b"", "the context holds 4"),
     (["-p", "a", "--device", "tpu"], b"", "unknown device 'tpu'"),
-    (["-p", "a", "--accumulate", "fp16"], b"", "--accumulate fp16 needs a GPU"),
+    (["-p", "a", "--accumulate", "fp16"], b"", "accumulate fp16 needs a GPU"),
     (["-p", "a", "--int4"], b"", "w2 has 112 columns; int4 needs a multiple of 32"),
     (["-p", "a\udcffb"], b"", "the text is not UTF-8: it holds U+DCFF at 1"),
     (["-f", "/dev/zero"], b"", "/dev/zero has more than 64,000,000 bytes"),
@@ -2303,7 +2304,7 @@ def test_errors_with_and_without_their_traceback(cli, tiny, tmp_path, monkeypatc
     assert code == 1 and out == "" and err.startswith("Traceback")
     assert re.search(r"\nFileNotFoundError: .+\n$", err)
     monkeypatch.setattr("extra.hardware.free_memory", lambda device: 1_000_000)
-    assert_refused(cli("-m", tiny, "-p", "a"), "weights", "cache of 256 tokens", "(-c)")
+    assert_refused(cli("-m", tiny, "-p", "a"), "weights", "cache of 256 tokens", "smaller ctx_size")
 
 
 @pytest.mark.parametrize("script", ["run.py", "bench.py"])
@@ -2500,6 +2501,39 @@ def test_scores_of_a_prompt(tiny_session, tiny_model, monkeypatch):
     for row, score in zip(logits_of(tiny_model, ids).log_softmax(1), scores):
         assert score.logprob == pytest.approx(float(row[score.id]), abs=1e-3)
         assert [id for id, _ in score.best] == row.topk(2).indices.tolist()
+
+
+def test_cached_tokens_of_a_prompt(tiny_session):
+    """None are known to be before something is evaluated."""
+    ids = tiny_session.tokenizer.encode("Once upon a time there was a fox")
+    for prompt, cached in ([1, 5], None), (ids, 1), (ids, len(ids)):
+        generation = tiny_session.generate(prompt, n=2)
+        assert generation.cached_tokens == 0
+        generation.finish()
+        assert cached in (None, generation.cached_tokens)
+    interrupted = tiny_session.generate([*ids[:2], 9, 9], progress=fails(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        next(interrupted)
+    assert interrupted.cached_tokens == 0
+
+
+def test_only_programs_name_flags():
+    """Sessions are made without a command line, too, and clients of a server have none."""
+    flag = re.compile(r"(?:^|[\s(])(?:--[a-z]|-[a-z]\b)")
+    with_docstrings = ast.Module, ast.ClassDef, ast.FunctionDef
+    programs = []
+    for file in [*HERE.glob("*.py"), *HERE.glob("extra/*.py")]:
+        source = file.read_text()
+        if re.search(r"argparse|extra\.cli|import cli", source):
+            programs.append(file.name)
+            continue
+        nodes = list(ast.walk(ast.parse(source)))
+        docstrings = [node.body[0] for node in nodes if isinstance(node, with_docstrings)]
+        no_messages = {id(getattr(statement, "value", None)) for statement in docstrings}
+        for node in nodes:
+            if isinstance(node, ast.Constant) and id(node) not in no_messages:
+                assert not flag.search(str(node.value)), (file.name, node.lineno, node.value)
+    assert {"run.py", "serve.py", "cli.py"} <= {*programs} and "session.py" not in programs
 
 
 def test_a_stopped_answer_goes_on_as_it_was_shown(tiny):
@@ -3258,6 +3292,8 @@ def test_serve_messages(server):
     body = dict(messages=[*FOX, {"role": "system", "content": brief}])
     status, _, answer = server.ask(CHATS, body)
     assert status == 400 and "no place for this system message" in answer["error"]["message"]
+    status, _, answer = server.ask(CHATS, dict(messages=[{"role": "assistant", "content": " "}]))
+    assert status == 400 and "there is no message to answer" in answer["error"]["message"]
 
 
 SAYS_NOTHING = dict(
@@ -3354,7 +3390,7 @@ def test_serve_refuses_wrong_bodies(server):
         status, _, answer = server.ask(TEXTS_AT, dict(prompt=prompt))
         error = answer["error"]
         assert status == 400 and error["code"] == "context_length_exceeded"
-        assert "200" in error["message"] and "the context holds 1024" in error["message"]
+        assert re.search(r" 200\d tokens; the context holds 1024 \(ctx_size\)$", error["message"])
     assert server.ask(TEXTS_AT, dict(prompt=[1, 99999]))[0] == 400
     largest = b'{"prompt": "a", "max_tokens": 1}'.ljust(8 << 20)
     assert server.ask(TEXTS_AT, largest)[0] == 200
@@ -3680,7 +3716,7 @@ def test_head_dim_that_the_kernels_cannot_run(cli, copy):
     hugging_face_model(size, head_dim=20).save_pretrained(copy)
     flags = ("-m", copy, "-p", "Once", "-n", 2, "--device")
     code, _, err = cli(*flags, DEVICE.type, "--backend", "triton")
-    said = "head_dim is 20; the kernels need a multiple of 8: use --backend torch"
+    said = "head_dim is 20; the kernels need a multiple of 8: use backend torch"
     assert code == 1 and said in err.splitlines()[-1]
     assert cli(*flags, "cpu")[0] == 0
 
