@@ -230,7 +230,7 @@ class Frontend:
         middleware = [cors]
         if args.api_key:
             middleware.append(Middleware(require_key, key=args.api_key))
-        about = {
+        self.about = {
             "id": model,
             "object": "model",
             "created": 0,
@@ -238,11 +238,11 @@ class Frontend:
             "context_length": size,
             "max_model_len": size,
         }
-        models = JSONResponse({"object": "list", "data": [about]})
+        models = JSONResponse({"object": "list", "data": [self.about]})
         routes = [
             Route("/health", JSONResponse({"status": "ok"}), methods=["GET"]),
             Route("/models", models, methods=["GET"]),
-            Route("/models/{name:path}", JSONResponse(about), methods=["GET"]),
+            Route("/models/{name:path}", self.about_model, methods=["GET"]),
         ]
         for path, kind in ENDPOINTS.items():
             routes.append(Route(path, partial(self.answer, kind), methods=["POST"]))
@@ -283,13 +283,21 @@ class Frontend:
             if self.waiting:
                 self.pipe.send(self.waiting[0].request)
 
+    async def about_model(self, received: Request) -> Response:
+        name = received.path_params["name"]
+        if name != self.about["id"]:
+            message = f"there is no model {name}, only {self.about['id']}"
+            raise APIError(message, 404, "model_not_found", "model")
+        return JSONResponse(self.about)
+
     async def answer(self, kind: type[ModelRequest], received: Request) -> ASGIApp:
         try:
             client = Client(parse_request(await body_of(received), kind))
         except ClientDisconnect:
             return Response()  # nobody reads it
         if len(self.waiting) > self.queue_limit:
-            raise APIError(f"{self.queue_limit} requests wait already", 503, "queue_full")
+            message = f"the server is busy, and its queue of {self.queue_limit} is full"
+            raise APIError(message, 503, "queue_full")
         self.waiting.append(client)
         if client is self.waiting[0]:
             self.pipe.send(client.request)
@@ -382,7 +390,8 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         listener = socket.create_server((host, port), family=family)
     except OSError as error:
-        raise OSError(f"cannot listen on {host}, port {port}: {error.strerror}") from None
+        reason, *_ = error.strerror.split(" (while")  # create_server adds the address
+        raise OSError(f"cannot listen on {host}, port {port}: {reason}") from None
     # Connections inherit this, so that small writes are sent at once. asyncio would set it only if
     # the socket named its protocol
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -3377,6 +3377,16 @@ def test_serve_refuses_wrong_fields(server):
     ):  # fmt: skip
         status, _, answer = server.ask(CHATS, dict(messages=[user, message]))
         assert status == 400 and answer["error"]["param"].startswith("messages[1]")
+    for path, fields, said in (
+        (CHATS, {"messages": [user | {"content": [{"type": "image_url"}]}]},
+         "messages[0].content: must be a string, or a list of parts of the type text: only text"),
+        (CHATS, {"messages": [user | {"tool_calls": [1]}]}, "tools are not supported"),
+        (TEXTS_AT, {"prompt": ["a", "b"]}, "prompt: must be one prompt: a string, or a list of ids"),
+        (TEXTS_AT, {"prompt": "a", "stop": 5}, "stop: must be a string, or a list of at most 1024"),
+        (TEXTS_AT, {"prompt": "a", "logprobs": 21}, "logprobs: must be from 0 to 20, or true"),
+    ):  # fmt: skip
+        message = server.ask(path, fields)[2]["error"]["message"]
+        assert said in message and "Input should be" not in message
 
 
 def test_serve_refuses_wrong_bodies(server):
@@ -3416,7 +3426,8 @@ def test_serve_paths(server):
         ("GET", "/v1/health", 200, {"status": "ok"}), ("GET", "/models", 200, {"data": [model]}),
         ("GET", "/nothing", 404, {}), ("GET", "/v1/completions", 405, {}),
         ("DELETE", "/v1/models", 405, {}), ("HEAD", "/v1/models", 200, None),
-        ("HEAD", "/v1/completions", 405, None),
+        ("HEAD", "/v1/completions", 405, None), ("GET", "/v1/models/tales", 200, model),
+        ("GET", "/v1/models/other", 404, {}), ("GET", "/models/a/b%7B", 404, {}),
     ):  # fmt: skip
         got, headers, answer = server.ask(path, method=method, Origin=origin)
         assert (got, headers["access-control-allow-origin"]) == (status, origin), path
@@ -3512,7 +3523,7 @@ def test_serve_clients_that_leave_and_wait(server):
     status, headers, answer = server.ask(TEXTS_AT, LONG)
     assert (status, headers["retry-after"]) == (503, "2")
     assert answer["error"]["code"] == "queue_full"
-    assert "1 requests wait already" in answer["error"]["message"]
+    assert answer["error"]["message"] == "the server is busy, and its queue of 1 is full"
     assert server.ask("/health", method="GET")[0] == 200, "while a text is written"
     waiting.close()
     second = server.begin(body=dict(prompt="Once upon a time", max_tokens=12, temperature=0))
@@ -3626,7 +3637,8 @@ def test_serve_refuses_to_start(monkeypatch, capfd, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         call = caller(serve.main, monkeypatch, capfd, "--device", "cpu")
-        assert_refused(call("--port", port), f"cannot listen on 127.0.0.1, port {port}: ")
+        result = call("--port", port)
+        assert_refused(result, f"cannot listen on 127.0.0.1, port {port}: Address already in use\n")
     empty = "-m, --host or --api-key is empty"
     for flags, said in (
         (["--api-key="], empty), (["--host="], empty), (["-m", ""], empty),

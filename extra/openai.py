@@ -18,10 +18,11 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    WrapValidator,
     create_model,
     model_validator,
 )
-from pydantic_core import from_json, to_json
+from pydantic_core import PydanticCustomError, from_json, to_json
 from starlette.exceptions import HTTPException
 
 from extra.files import one_line
@@ -99,7 +100,43 @@ LIMITS = "max_completion_tokens", "max_tokens", "n_predict"  # the last one is l
 INT_END = 1 << 31
 Length = Annotated[int, Field(ge=-1, lt=INT_END)]
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]
-StopStrings = str | Annotated[list[str], Field(max_length=1024)]  # each is compared at each token
+
+
+def must_be(what: str) -> WrapValidator:
+    """Says in words what a value must be, where pydantic would tell what it lacks as each of several
+    types."""
+
+    def check(value: object, validate: Callable[[object], object]) -> object:
+        try:
+            return validate(value)
+        except ValidationError:
+            raise PydanticCustomError("wrong", f"must be {what}") from None
+
+    return WrapValidator(check)
+
+
+def listed(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value
+
+
+def only_prompt(value: object) -> object:
+    """The prompt in a list of one."""
+    match value:
+        case [str() | list() as prompt]:
+            return prompt
+    return value
+
+
+StopStrings = Annotated[
+    str | Annotated[list[str], Field(max_length=1024)],  # each is compared at each token
+    must_be("a string, or a list of at most 1024 strings"),
+    AfterValidator(listed),
+]
+Prompt = Annotated[
+    str | Annotated[list[int], Field(min_length=1)],
+    must_be("one prompt: a string, or a list of ids"),
+    BeforeValidator(only_prompt),
+]
 
 
 class Strict(BaseModel):
@@ -115,8 +152,13 @@ class TextPart(Strict):
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart] | None
-    tool_calls: Annotated[list, Field(max_length=0)] | None = None
+    content: Annotated[
+        str | list[TextPart] | None,
+        must_be("a string, or a list of parts of the type text: only text is supported"),
+    ]
+    tool_calls: Annotated[
+        Annotated[list, Field(max_length=0)] | None, must_be("absent: tools are not supported")
+    ] = None
 
     def plain(self) -> dict[str, str]:
         """The message as chat templates know it."""
@@ -129,18 +171,6 @@ class Message(Strict):
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
-
-
-def listed(value: str | list[str]) -> list[str]:
-    return [value] if isinstance(value, str) else value
-
-
-def only_prompt(value: object) -> object:
-    """The prompt in a list of one."""
-    match value:
-        case [str() | list() as prompt]:
-            return prompt
-    return value
 
 
 def own_seed(seed: int) -> int:
@@ -192,7 +222,7 @@ class GenerationRequest(Filters):
     model: str = ""  # there is one, whatever its name
     max_tokens: Length = Field(-1, validation_alias=AliasChoices(*LIMITS))
     seed: Annotated[int, AfterValidator(own_seed)] = Field(RANDOM, validate_default=True)
-    stop: Annotated[StopStrings, AfterValidator(listed)] = []
+    stop: StopStrings = []
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -337,8 +367,8 @@ class CompletionRequest(GenerationRequest):
     whole_object = "text_completion"
     chunk_object = whole_object
 
-    prompt: Annotated[str | Annotated[list[int], Field(min_length=1)], BeforeValidator(only_prompt)]
-    logprobs: TopLogprobs | bool = False  # llama.cpp takes true for 1
+    prompt: Prompt
+    logprobs: Annotated[TopLogprobs | bool, must_be("from 0 to 20, or true for 1")] = False
     echo: bool = False  # the prompt comes before the text
 
     def generation(self, session: Session, **options) -> Generation:
@@ -414,12 +444,11 @@ def parse_request(body: bytes, kind: type[ModelRequest]) -> ModelRequest:
 
 
 def first_error(error: ValidationError) -> APIError:
-    """What is wrong with the first field that is: each type that it may have says so."""
-    errors = error.errors()
-    name, *place = errors[0]["loc"]
-    whats = [found["msg"] for found in errors if found["loc"][0] == name]
+    """What is wrong with the first field that is."""
+    first, *_ = error.errors()
+    name, *place = first["loc"]
     if name == "messages" and place:
         name = f"messages[{place[0]}]"
         if len(place) > 1:
             name += f".{place[1]}"
-    return APIError(f"{name}: {'; '.join(whats)}", param=name)
+    return APIError(f"{name}: {first['msg']}", param=name)
