@@ -161,7 +161,7 @@ def write(session: Session, model: str, request: ModelRequest, link: Link) -> No
 
     unsent = b""
     sent = 0.0  # when
-    for part in begun(request, session, model, stop_if_gone):
+    for part in parts_of(request, session, model, stop_if_gone):
         unsent += part
         now = time.perf_counter()
         if request.is_stream and unsent and now > sent + PAUSE:
@@ -172,7 +172,7 @@ def write(session: Session, model: str, request: ModelRequest, link: Link) -> No
     link.send(Part(unsent))
 
 
-def begun(
+def parts_of(
     request: ModelRequest, session: Session, model: str, progress: Callable[[int, int], None]
 ) -> Iterator[bytes]:
     """The parts of an answer, of which nothing is evaluated yet: what fails later is not the

@@ -3352,7 +3352,7 @@ def test_a_request_refuses_no_field_that_it_has():
 
     body = b'{"prompt": "a", "grammar": "x"}'
     assert parse_request(body, WithGrammar).grammar == "x"
-    with pytest.raises(APIError, match="grammar must be absent or ''"):
+    with pytest.raises(APIError, match='grammar must be absent or ""'):
         parse_request(body, CompletionRequest)
     for name, value in ("n", b"true"), ("min_tokens", b"false"):
         body = b'{"prompt": "a", "%s": %s}' % (name.encode(), value)

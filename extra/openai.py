@@ -211,8 +211,8 @@ Filters = create_model(
 
 
 class GenerationRequest(Filters):
-    """A request for a text: what its two kinds have in common. A kind says how its text is asked
-    for, and what an answer has of it in JSON."""
+    """A request for a text: what its two kinds have in common. A kind says how the session is asked
+    for the text, and how answers write it in JSON."""
 
     id_begins: ClassVar[str]
     whole_object: ClassVar[str]  # "object" of an answer
@@ -231,11 +231,13 @@ class GenerationRequest(Filters):
     @classmethod
     def refuse_unsupported(cls, fields: dict) -> dict:
         """A field that this class has is supported, whatever UNSUPPORTED says."""
-        for name in (UNSUPPORTED.keys() - cls.names()) & fields.keys():
-            known = UNSUPPORTED[name]
-            if to_json(fields[name]) not in map(to_json, known):  # true is not 1
-                message = f"{name} must be absent or {known[0]!r}: nothing else is supported"
-                raise APIError(message, param=name)
+        for name, values in UNSUPPORTED.items():
+            if name not in fields or name in cls.names():
+                continue
+            accepted = [to_json(value) for value in values]  # as JSON, where true is not 1
+            if to_json(fields[name]) not in accepted:
+                only = f"{name} must be absent or {accepted[0].decode()}"
+                raise APIError(f"{only}: nothing else is supported", param=name)
         return fields
 
     @classmethod
@@ -260,13 +262,15 @@ class GenerationRequest(Filters):
         raise NotImplementedError
 
     def whole(self, text: str) -> dict:
+        """The whole text, in an answer."""
         raise NotImplementedError
 
     def delta(self, text: str) -> dict:
-        """The same of a part of a stream; its last part has no text."""
+        """A part of the text, in a stream; the last part is empty."""
         raise NotImplementedError
 
     def scores(self, logprobs: Sequence[Logprob], session: Session) -> dict:
+        """Log-probabilities, in either."""
         raise NotImplementedError
 
     def answer(
