@@ -128,14 +128,14 @@ def load(
     backend = pick_backend(backend, on)
     if backend == "triton" and config.head_dim % 8:
         wrong = f"head_dim is {config.head_dim}; the kernels need a multiple of 8"
-        raise ValueError(f"{folder}: {wrong}: use --backend torch")
+        raise ValueError(f"{folder}: {wrong}: use backend torch")
     as_dtype = pick_dtype(dtype, checkpoint.dtype, on, checkpoint.elements)
     if ctx_size is None:
         ctx_size = min(config.max_seq_len, 4096)
     ctx_size = ctx_size or config.max_seq_len
     if config.sliding_window and ctx_size > config.sliding_window:
         window = f"sliding_window is {config.sliding_window}"
-        raise ValueError(f"{folder}: {window}: a context of {ctx_size} is not supported (see -c)")
+        raise ValueError(f"{folder}: {window}: a ctx_size of {ctx_size} is not supported")
     check_accumulate(accumulate, backend, on, as_dtype)
     config = config.cut(ranks.size)
     matrix_dtype = storage_dtype(backend, as_dtype, on)

@@ -491,7 +491,7 @@ class State:
         """Raise ContextFull if `count` more tokens do not fit. Nothing else checks this."""
         count += self.pos  # of the text up to their end
         if count > self.size:
-            holds = f"the context holds {self.size} (see --ctx-size)"
+            holds = f"the context holds {self.size} (ctx_size)"
             raise ContextFull(f"the text has {count} tokens; {holds}")
 
     def append(self, tokens: Tensor) -> None:
@@ -696,5 +696,5 @@ def not_finite(model: Llama) -> str:
         dtype = storage_dtype(model.backend, model.dtype, model.device)
         if bad := model.checkpoint.first_bad_tensor(dtype):
             return f"the logits are not finite: {bad}"
-    overflow = "the activations overflow; try --dtype bf16 or fp32"
+    overflow = "the activations overflow; try dtype bf16 or fp32"
     return f"the logits are not finite, although every weight is: {overflow}"

@@ -13,13 +13,16 @@ writes the token chosen to follow each of them to `drawn` (int32, up to drawn[po
 logits are not finite. `tokens`, int32 [S], holds what comes before each position. The token of a
 single row is also written there, as 0 if it is -1. The settings come as a Sampler.
 
-To add a setting, touch four places:
+To add a setting, touch three files. Its flags, the field of requests and the reader of
+generation_config.json come from its row.
 
-1. extra/settings.py: its row, from which flags, requests and the reader of generation_config.json
-are made; 2. _choose_ref, which says what it does; 3. the kernels: _sample_best_kernel if it changes
-logits, otherwise _draw and the two kernels that call it. They load its number by its place in
-`numbers`. If it costs time when it is off, it gets a switch; 4. its values in
-test_sampling_equals_the_reference.
+1. extra/settings.py: its row in Sampling, and in the docstring which value is off.
+2. sampling.py: _choose_ref, which says what it does; `numbers` and the names of its places, with
+which kernels load it; the kernels, of which _sample_best_kernel changes logits, and _draw and the
+two that call it filter them. If it costs time when it is off, also a field of Switches, and its
+value in Sampler.switches.
+3. test_all.py: its values in test_sampling_equals_the_reference, its default in
+test_flags_that_are_not_given.
 
 Banned tokens have the logit model.BANNED, which is finite."""
 

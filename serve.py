@@ -1,7 +1,8 @@
 """Serve a model over HTTP with OpenAI's API, for editors, front ends and agents.
 
-One process generates, one text at a time. Another talks with clients, by way of starlette and
-uvicorn, so that the model never waits for Python's lock; extra/openai.py knows the words."""
+One process has the model, and answers one request at a time. Another talks with clients, by way of
+starlette and uvicorn, so that the model never waits for Python's lock. What requests and answers
+look like is in extra/openai.py."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ import multiprocessing
 import os
 import socket
 import time
-from collections.abc import AsyncIterator
-from contextlib import closing, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, NamedTuple
@@ -40,20 +41,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from extra import cli
 from extra.cli import open_session
 from extra.hub import local_checkpoint
-from extra.openai import (
-    APIError,
-    ChatCompletionRequest,
-    CompletionRequest,
-    GenerationRequest,
-    ResponseBody,
-    error_body,
-    event,
-    parse_request,
-)
+from extra.openai import ENDPOINTS, APIError, ModelRequest, error_body, event, parse_request
 
 if TYPE_CHECKING:  # they import torch, which takes seconds
     from extra.parallel import Ranks
-    from session import Generation, Session
+    from session import Session
 
 BODY_BYTES = 8 << 20
 LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"  # origins that are always allowed
@@ -99,7 +91,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-# ---- the process that generates
+# ---- the process that has the model
 
 
 class Part(NamedTuple):
@@ -111,7 +103,7 @@ class Part(NamedTuple):
 
 
 class Link:
-    """The connection of the process that generates to the one that talks with clients: requests
+    """The connection of the process that has the model to the one that talks with clients: requests
     come in one at a time, parts of each answer go out."""
 
     def __init__(self, pipe: Connection | None = None, gone: mmap.mmap | bytes = b"\0"):
@@ -121,7 +113,7 @@ class Link:
         self.gone = gone
         self.begun = False  # a part of the answer has been sent
 
-    def receive(self) -> GenerationRequest:
+    def receive(self) -> ModelRequest:
         self.begun = False
         return self.pipe.recv()
 
@@ -142,11 +134,11 @@ class ClientGone(Exception):
 
 
 def write_next(session: Session, model: str, link: Link, debug: bool = False) -> None:
-    """Wait for a request, and generate its text, on all ranks together. model: its name."""
+    """Wait for a request, and answer it, on all ranks together. model: its name."""
     ranks = session.ranks
     request = ranks.broadcast(link.receive)
     try:
-        write(session, request, ResponseBody(request, model, session), link)
+        write(session, model, request, link)
     except ClientGone:
         link.send(Part(b""))
     except APIError as error:
@@ -158,41 +150,38 @@ def write_next(session: Session, model: str, link: Link, debug: bool = False) ->
             raise
         session.state.truncate(0)  # what is in it may be wrong
         link.send_error(failure(error, debug))
+    finally:
+        session.end()
 
 
-def write(session: Session, request: GenerationRequest, body: ResponseBody, link: Link) -> None:
+def write(session: Session, model: str, request: ModelRequest, link: Link) -> None:
     def stop_if_gone(*_) -> None:
         if session.ranks.agree(link.gone[0] != 0):
             raise ClientGone
 
-    begin = body.begin()
-    pieces = []
+    unsent = b""
     sent = 0.0  # when
-    with closing(generation_of(request, session, progress=stop_if_gone)) as text:
-        for piece in text:
-            if piece.text or piece.logprobs:
-                pieces.append(piece)
-            now = time.perf_counter()
-            if request.stream and pieces and now > sent + PAUSE:
-                link.send(Part(begin + body.pieces(pieces), last=False))
-                begin = b""
-                pieces = []
-                sent = now
-            stop_if_gone()
-    if request.stream:
-        link.send(Part(begin + body.pieces(pieces) + body.end(text)))
-    else:
-        link.send(Part(body.whole(text)))
+    for part in parts_of(request, session, model, stop_if_gone):
+        unsent += part
+        now = time.perf_counter()
+        if request.is_stream and unsent and now > sent + PAUSE:
+            link.send(Part(unsent, last=False))
+            unsent = b""
+            sent = now
+        stop_if_gone()
+    link.send(Part(unsent))
 
 
-def generation_of(request: GenerationRequest, session: Session, **options) -> Generation:
-    """The text that is asked for, of which nothing is evaluated yet: what fails later is not the
-    client's fault. Raises APIError if its prompt does not fit into the context, or if the tokenizer
-    or the chat template refuses it."""
+def parts_of(
+    request: ModelRequest, session: Session, model: str, progress: Callable[[int, int], None]
+) -> Iterator[bytes]:
+    """The parts of an answer, of which nothing is evaluated yet: what fails later is not the
+    client's fault. Raises APIError for what is: a prompt that does not fit into the context, or
+    that the tokenizer or the chat template refuses."""
     from model import ContextFull
 
     try:
-        return request.begin(session, **options)
+        return request.answer(session, model, progress)
     except ContextFull as error:
         raise APIError(str(error), code="context_length_exceeded") from None
     except ValueError as error:
@@ -209,17 +198,17 @@ def failure(error: Exception, debug: bool) -> APIError:
 
 
 class Client:
-    """A request for a text, and what is still to be sent of the answer."""
+    """A request for the model, and what is still to be sent of the answer."""
 
-    def __init__(self, request: GenerationRequest):
+    def __init__(self, request: ModelRequest):
         self.request = request
         self.parts: asyncio.Queue[Part | None] = asyncio.Queue()  # None: the client has gone
         self.watching: asyncio.Task | None = None  # asyncio's own references are weak
 
 
 class Frontend:
-    """The HTTP application. Requests for a text wait in it for their turn; what is answered at other
-    paths never changes."""
+    """The HTTP application. Requests for the model wait in it for their turn; what is answered at
+    other paths never changes."""
 
     def __init__(
         self, args: argparse.Namespace, pipe: Connection, gone: mmap.mmap, model: str, size: int
@@ -229,7 +218,7 @@ class Frontend:
         self.gone = gone
         self.debug = args.debug
         self.queue_limit = args.queue
-        self.waiting: list[Client] = []  # in order of arrival; the first one's text is generated
+        self.waiting: list[Client] = []  # in order of arrival; the first one's answer is written
         cors = Middleware(
             AllowedOrigins,
             allow_origins=args.cors,
@@ -241,7 +230,7 @@ class Frontend:
         middleware = [cors]
         if args.api_key:
             middleware.append(Middleware(require_key, key=args.api_key))
-        about = {
+        self.about = {
             "id": model,
             "object": "model",
             "created": 0,
@@ -249,16 +238,14 @@ class Frontend:
             "context_length": size,
             "max_model_len": size,
         }
-        models = JSONResponse({"object": "list", "data": [about]})
+        models = JSONResponse({"object": "list", "data": [self.about]})
         routes = [
             Route("/health", JSONResponse({"status": "ok"}), methods=["GET"]),
             Route("/models", models, methods=["GET"]),
-            Route("/models/{name:path}", JSONResponse(about), methods=["GET"]),
-            Route(
-                "/chat/completions", partial(self.generate, ChatCompletionRequest), methods=["POST"]
-            ),
-            Route("/completions", partial(self.generate, CompletionRequest), methods=["POST"]),
+            Route("/models/{name:path}", self.about_model, methods=["GET"]),
         ]
+        for path, kind in ENDPOINTS.items():
+            routes.append(Route(path, partial(self.answer, kind), methods=["POST"]))
         self.app = Starlette(
             routes=[Mount("/v1", routes=routes), *routes],
             middleware=middleware,
@@ -284,7 +271,7 @@ class Frontend:
         await uvicorn.Server(config).serve([listener])
 
     def receive(self) -> None:
-        """Take a part of an answer from the process that generates, with which this one ends."""
+        """Take a part of an answer from the process that has the model, with which this one ends."""
         try:
             part = self.pipe.recv()
         except (EOFError, OSError):
@@ -296,13 +283,21 @@ class Frontend:
             if self.waiting:
                 self.pipe.send(self.waiting[0].request)
 
-    async def generate(self, kind: type[GenerationRequest], received: Request) -> ASGIApp:
+    async def about_model(self, received: Request) -> Response:
+        name = received.path_params["name"]
+        if name != self.about["id"]:
+            message = f"there is no model {name}, only {self.about['id']}"
+            raise APIError(message, 404, "model_not_found", "model")
+        return JSONResponse(self.about)
+
+    async def answer(self, kind: type[ModelRequest], received: Request) -> ASGIApp:
         try:
             client = Client(parse_request(await body_of(received), kind))
         except ClientDisconnect:
             return Response()  # nobody reads it
         if len(self.waiting) > self.queue_limit:
-            raise APIError(f"{self.queue_limit} requests wait already", 503, "queue_full")
+            message = f"the server is busy, and its queue of {self.queue_limit} is full"
+            raise APIError(message, 503, "queue_full")
         self.waiting.append(client)
         if client is self.waiting[0]:
             self.pipe.send(client.request)
@@ -310,7 +305,7 @@ class Frontend:
         first = await client.parts.get()
         if first is None:
             return Response()
-        if client.request.stream and first.status == 200:
+        if client.request.is_stream and first.status == 200:
             response = StreamingResponse(bodies(first, client.parts), headers=STREAM_HEADERS)
             # without starlette's own watch, whose group of tasks takes half a millisecond to begin
             return lambda scope, receive, send: response.stream_response(send)
@@ -395,7 +390,8 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         listener = socket.create_server((host, port), family=family)
     except OSError as error:
-        raise OSError(f"cannot listen on {host}, port {port}: {error.strerror}") from None
+        reason, *_ = error.strerror.split(" (while")  # create_server adds the address
+        raise OSError(f"cannot listen on {host}, port {port}: {reason}") from None
     # Connections inherit this, so that small writes are sent at once. asyncio would set it only if
     # the socket named its protocol
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -413,7 +409,7 @@ def start_frontend(args: argparse.Namespace) -> Link:
         theirs.close()
         listener.close()
         return Link(ours, gone)
-    os.setsid()  # Ctrl-C is for the process that generates
+    os.setsid()  # Ctrl-C is for the process that has the model
     ours.close()
     with suppress(EOFError):  # that process has failed to load the model
         front = Frontend(args, theirs, gone, *theirs.recv())

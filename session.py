@@ -4,8 +4,8 @@
     for piece in session.generate("Once upon a time", n=50, temp=0.5):
         print(piece.text, end="")
 
-The command line, the chat and Python programs use these few methods. Nothing here reads flags or
-knows a terminal."""
+The command line, the chat, the server and Python programs use these few methods. Nothing here reads
+flags or knows a terminal; errors name a setting as Python does, such as ctx_size."""
 
 from __future__ import annotations
 
@@ -94,6 +94,8 @@ class Generation:
         `limit` tokens; timings is filled in by it. scorer: what decodes them, if log-probabilities
         are asked for. echo: what the text begins with, before these tokens."""
         self.prompt_tokens = prompt_tokens
+        # How many of them were evaluated for an earlier text: 0 until the first new token
+        self.cached_tokens = 0
         self.ids: list[int] = []  # without an eos
         self.text = ""
         self.logprobs: list[Logprob] = []  # if asked for
@@ -121,11 +123,6 @@ class Generation:
     def close(self) -> None:
         """End the text here. Pieces must not be asked for at the same time by another thread."""
         self._pieces.close()
-
-    @property
-    def cached_tokens(self) -> int:
-        """How many of the prompt's tokens were evaluated for an earlier text."""
-        return self.prompt_tokens - self.timings.prompt_tokens
 
     @property
     def answered(self) -> bool:
@@ -184,6 +181,7 @@ class Generation:
     def _piece(self, text: str, ids: list[int], end: int | None = None) -> Piece:
         """end: the log-probabilities of tokens that begin before this character are due, by default
         those within the text."""
+        self.cached_tokens = self.prompt_tokens - self.timings.prompt_tokens
         self.text += text
         self.ids += ids
         if not self._scored:
@@ -236,7 +234,7 @@ class Session:
             torch.set_num_threads(threads)
         # Ranks would disagree about when proposals pay off
         if (lookup or draft) and ranks.size > 1:
-            raise ValueError(f"--lookup and --draft run in one process, not in {ranks.size}")
+            raise ValueError(f"lookup and draft run in one process, not in {ranks.size}")
         if draft:
             check_draft(draft, self.tokenizer, config.vocab_size)
         self.ranks = ranks
@@ -379,6 +377,8 @@ class Session:
         if continues and not messages[-1]["content"].strip():
             messages = messages[:-1]
             continues = False
+        if not messages:
+            raise ValueError("there is no message to answer, and no text of an answer to continue")
         render = self.tokenizer.chat_prompt
         prompt = self.ranks.broadcast(
             lambda: render(messages, past=self._past, continues=continues)
@@ -489,7 +489,7 @@ def check_draft(name: str, tokenizer: Tokenizer, vocab_size: int) -> None:
     differs = any(other.bytes_of(i) != tokenizer.bytes_of(i) for i in ids)
     if differs or other.control != tokenizer.control:
         what = "has a different vocabulary from the model's"
-        raise ValueError(f"--draft {name} {what}: it cannot propose tokens for it")
+        raise ValueError(f"the draft {name} {what}: it cannot propose tokens for it")
 
 
 # ---- a conversation
@@ -598,7 +598,7 @@ class Conversation:
         size = self.session.state.size
         length = len(self.session.render([*system, {"role": "user", "content": message}]).ids)
         if length > size:
-            raise ValueError(f"{name} takes {length} tokens; the context holds {size} (see -c)")
+            raise ValueError(f"{name} takes {length} tokens; the context holds {size} (ctx_size)")
         return length
 
     def _answer(self, message: str, turns: list[Message], options: dict) -> Generation:

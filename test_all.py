@@ -5,6 +5,7 @@ its seed.
 The Triton kernels run on the GPU if there is one, otherwise in Triton's interpreter; either way
 they are compiled ahead of time for every supported architecture."""
 
+import ast
 import contextlib
 import copy as copy_module
 import functools
@@ -86,6 +87,7 @@ from extra.hardware import pick_dtype
 from extra.int4 import INT4
 from extra.launch import tl
 from extra.names import formats_of, weight_bytes
+from extra.openai import UNSUPPORTED, APIError, CompletionRequest, parse_request
 from extra.parallel import Ranks
 from extra.save import save
 from extra.speculation import Lookup
@@ -2307,7 +2309,7 @@ def test_wrong_usage_exits_2_in_one_line(monkeypatch, capfd, main, flags, said):
     (["-p", "-"], b"abc\xff", "standard input is not UTF-8: byte 0xff at offset 3"),
     (["-p", "Once upon a time there was a fox", "-c", "4"], b"", "the context holds 4"),
     (["-p", "a", "--device", "tpu"], b"", "unknown device 'tpu'"),
-    (["-p", "a", "--accumulate", "fp16"], b"", "--accumulate fp16 needs a GPU"),
+    (["-p", "a", "--accumulate", "fp16"], b"", "accumulate fp16 needs a GPU"),
     (["-p", "a", "--int4"], b"", "w2 has 112 columns; int4 needs a multiple of 32"),
     (["-p", "a\udcffb"], b"", "the text is not UTF-8: it holds U+DCFF at 1"),
     (["-f", "/dev/zero"], b"", "/dev/zero has more than 64,000,000 bytes"),
@@ -2324,7 +2326,7 @@ def test_errors_with_and_without_their_traceback(cli, tiny, tmp_path, monkeypatc
     assert code == 1 and out == "" and err.startswith("Traceback")
     assert re.search(r"\nFileNotFoundError: .+\n$", err)
     monkeypatch.setattr("extra.hardware.free_memory", lambda device: 1_000_000)
-    assert_refused(cli("-m", tiny, "-p", "a"), "weights", "cache of 256 tokens", "(-c)")
+    assert_refused(cli("-m", tiny, "-p", "a"), "weights", "cache of 256 tokens", "smaller ctx_size")
 
 
 @pytest.mark.parametrize("script", ["run.py", "bench.py"])
@@ -2521,6 +2523,39 @@ def test_scores_of_a_prompt(tiny_session, tiny_model, monkeypatch):
     for row, score in zip(logits_of(tiny_model, ids).log_softmax(1), scores):
         assert score.logprob == pytest.approx(float(row[score.id]), abs=1e-3)
         assert [id for id, _ in score.best] == row.topk(2).indices.tolist()
+
+
+def test_cached_tokens_of_a_prompt(tiny_session):
+    """None are known to be before something is evaluated."""
+    ids = tiny_session.tokenizer.encode("Once upon a time there was a fox")
+    for prompt, cached in ([1, 5], None), (ids, 1), (ids, len(ids)):
+        generation = tiny_session.generate(prompt, n=2)
+        assert generation.cached_tokens == 0
+        generation.finish()
+        assert cached in (None, generation.cached_tokens)
+    interrupted = tiny_session.generate([*ids[:2], 9, 9], progress=fails(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        next(interrupted)
+    assert interrupted.cached_tokens == 0
+
+
+def test_only_programs_name_flags():
+    """Sessions are made without a command line, too, and clients of a server have none."""
+    flag = re.compile(r"(?:^|[\s(])(?:--[a-z]|-[a-z]\b)")
+    with_docstrings = ast.Module, ast.ClassDef, ast.FunctionDef
+    programs = []
+    for file in [*HERE.glob("*.py"), *HERE.glob("extra/*.py")]:
+        source = file.read_text()
+        if re.search(r"argparse|extra\.cli|import cli", source):
+            programs.append(file.name)
+            continue
+        nodes = list(ast.walk(ast.parse(source)))
+        docstrings = [node.body[0] for node in nodes if isinstance(node, with_docstrings)]
+        no_messages = {id(getattr(statement, "value", None)) for statement in docstrings}
+        for node in nodes:
+            if isinstance(node, ast.Constant) and id(node) not in no_messages:
+                assert not flag.search(str(node.value)), (file.name, node.lineno, node.value)
+    assert {"run.py", "serve.py", "cli.py"} <= {*programs} and "session.py" not in programs
 
 
 def test_a_stopped_answer_goes_on_as_it_was_shown(tiny):
@@ -2866,13 +2901,14 @@ def test_serve_messages(server):
     body = dict(messages=[*FOX, {"role": "system", "content": brief}])
     status, _, answer = server.ask(CHATS, body)
     assert status == 400 and "no place for this system message" in answer["error"]["message"]
+    status, _, answer = server.ask(CHATS, dict(messages=[{"role": "assistant", "content": " "}]))
+    assert status == 400 and "there is no message to answer" in answer["error"]["message"]
 
 
 SAYS_NOTHING = dict(
-    n=1, best_of=1, tools=[], functions=[], tool_choice="none", logit_bias={}, suffix="",
-    presence_penalty=0, frequency_penalty=0.0, response_format={"type": "text"}, stop=None,
-    max_tokens=None, stream=None, logprobs=None, user="me", unknown=[1], model="any",
-    stream_options={"include_usage": None},
+    frequency_penalty=0.0, stop=None, max_tokens=None, stream=None, logprobs=None, model="any",
+    stream_options={"include_usage": None}, user="me", unknown=[1], metadata={"a": "b"}, store=True,
+    service_tier="auto", parallel_tool_calls=False, cache_prompt=True, dry_base=1.75, mirostat_tau=5,
 )  # fmt: skip
 AT_ITS_END = dict(  # the least and the most that a field may be, and whole numbers as floats
     max_tokens=[-1, 0, 2.0, (1 << 31) - 1], temperature=[0, 1e9], top_p=[0, 1], min_p=[0, 1],
@@ -2887,12 +2923,11 @@ WRONG_FIELDS = dict(
     repeat_last_n=[-2, 1 << 31], seed=["x", True, 0.5],
     stop=[5, [5], {}, ["a"] * 1025, [None]], stream=[1, "yes"],
     stream_options=[5, {"include_usage": 1}],
-    n=[2, True, "1"], best_of=[2], presence_penalty=[1],
-    frequency_penalty=[0.5], logit_bias=[{"5": 1}], tools=[[{}], {}], tool_choice=["required"],
-    functions=[[{}]], response_format=[{"type": "json_object"}], suffix=["x"], grammar=["x"],
+    temp=[-1], repetition_penalty=["x"],
+    **{name: [3, "x", [{}], {"x": 1}] for name in UNSUPPORTED.keys() - CompletionRequest.names()},
 )  # fmt: skip
 WRONG_OF = {  # of one kind of request only
-    CHATS: dict(logprobs=[1, "x"], top_logprobs=[21, -1, True], messages=[[], "x", {}]),
+    CHATS: dict(logprobs=[1, "x"], top_logprobs=[21, -1, True, 1], messages=[[], "x", {}]),
     TEXTS_AT: dict(
         logprobs=["x", 21, -1], echo=[1], prompt=[5, [], ["a", "b"], [[]], [1.5], {}, [True]]
     ),
@@ -2901,7 +2936,10 @@ WRONG_OF = {  # of one kind of request only
 
 def test_serve_accepts_what_says_nothing_and_the_ends_of_ranges(server):
     same = server.chat()["message"]
-    assert server.chat(**SAYS_NOTHING | dict(max_completion_tokens=12))["message"] == same
+    nothing = SAYS_NOTHING | {name: values[0] for name, values in UNSUPPORTED.items()}
+    nothing |= dict(max_completion_tokens=12)
+    assert server.chat(**nothing)["message"] == same
+    assert server.complete(**nothing)["text"] == server.complete()["text"]
     for name, value in [(name, value) for name, values in AT_ITS_END.items() for value in values]:
         fields = dict(max_tokens=2) if name != "max_tokens" else dict(stop=[" "])
         assert server.complete(**fields | {name: value})["usage"]["completion_tokens"] < 9, name
@@ -2910,6 +2948,25 @@ def test_serve_accepts_what_says_nothing_and_the_ends_of_ranges(server):
     assert told[0] is None and len(told[1]["top_logprobs"]) == 12
     sampled = [server.complete(temperature=1.5, seed=seed)["text"] for seed in (-2, -2, -3)]
     assert sampled[0] == sampled[1] != sampled[2]
+    names = "repeat_penalty", "repetition_penalty"
+    penalised = [server.complete(**{name: 2})["text"] for name in names]
+    assert penalised[0] == penalised[1] != server.complete()["text"]
+
+
+def test_a_request_refuses_no_field_that_it_has():
+    """What a sampler learns need not be taken out of UNSUPPORTED."""
+
+    class WithGrammar(CompletionRequest):
+        grammar: str = ""
+
+    body = b'{"prompt": "a", "grammar": "x"}'
+    assert parse_request(body, WithGrammar).grammar == "x"
+    with pytest.raises(APIError, match='grammar must be absent or ""'):
+        parse_request(body, CompletionRequest)
+    for name, value in ("n", b"true"), ("min_tokens", b"false"):
+        body = b'{"prompt": "a", "%s": %s}' % (name.encode(), value)
+        with pytest.raises(APIError, match=f"{name} must be absent or"):
+            parse_request(body, CompletionRequest)
 
 
 def test_serve_refuses_wrong_fields(server):
@@ -2929,6 +2986,16 @@ def test_serve_refuses_wrong_fields(server):
     ):  # fmt: skip
         status, _, answer = server.ask(CHATS, dict(messages=[user, message]))
         assert status == 400 and answer["error"]["param"].startswith("messages[1]")
+    for path, fields, said in (
+        (CHATS, {"messages": [user | {"content": [{"type": "image_url"}]}]},
+         "messages[0].content: must be a string, or a list of parts of the type text: only text"),
+        (CHATS, {"messages": [user | {"tool_calls": [1]}]}, "tools are not supported"),
+        (TEXTS_AT, {"prompt": ["a", "b"]}, "prompt: must be one prompt: a string, or a list of ids"),
+        (TEXTS_AT, {"prompt": "a", "stop": 5}, "stop: must be a string, or a list of at most 1024"),
+        (TEXTS_AT, {"prompt": "a", "logprobs": 21}, "logprobs: must be from 0 to 20, or true"),
+    ):  # fmt: skip
+        message = server.ask(path, fields)[2]["error"]["message"]
+        assert said in message and "Input should be" not in message
 
 
 def test_serve_refuses_wrong_bodies(server):
@@ -2942,7 +3009,7 @@ def test_serve_refuses_wrong_bodies(server):
         status, _, answer = server.ask(TEXTS_AT, dict(prompt=prompt))
         error = answer["error"]
         assert status == 400 and error["code"] == "context_length_exceeded"
-        assert "200" in error["message"] and "the context holds 1024" in error["message"]
+        assert re.search(r" 200\d tokens; the context holds 1024 \(ctx_size\)$", error["message"])
     assert server.ask(TEXTS_AT, dict(prompt=[1, 99999]))[0] == 400
     largest = b'{"prompt": "a", "max_tokens": 1}'.ljust(8 << 20)
     assert server.ask(TEXTS_AT, largest)[0] == 200
@@ -2968,7 +3035,8 @@ def test_serve_paths(server):
         ("GET", "/v1/health", 200, {"status": "ok"}), ("GET", "/models", 200, {"data": [model]}),
         ("GET", "/nothing", 404, {}), ("GET", "/v1/completions", 405, {}),
         ("DELETE", "/v1/models", 405, {}), ("HEAD", "/v1/models", 200, None),
-        ("HEAD", "/v1/completions", 405, None),
+        ("HEAD", "/v1/completions", 405, None), ("GET", "/v1/models/tales", 200, model),
+        ("GET", "/v1/models/other", 404, {}), ("GET", "/models/a/b%7B", 404, {}),
     ):  # fmt: skip
         got, headers, answer = server.ask(path, method=method, Origin=origin)
         assert (got, headers["access-control-allow-origin"]) == (status, origin), path
@@ -2985,6 +3053,26 @@ def test_serve_paths(server):
     for _ in range(3):
         connection.request("GET", "/v1/models")
         assert connection.getresponse().read() and connection.sock is socket_used, "kept alive"
+
+
+def test_serve_tokens_of_a_text(server):
+    """As llama.cpp's server tells them; nothing that is cached goes."""
+    ids = Tokenizer(TALES).encode("Once upon a time")
+    used = server.complete(max_tokens=0)["usage"]
+    for add_special in False, True:
+        fields = dict(content="Once upon a time", add_special=add_special)
+        told = server.ask("/tokenize", fields)[2]["tokens"]
+        assert told == (ids if add_special else ids[1:])
+        for path in "/detokenize", "/v1/detokenize":
+            assert server.ask(path, {"tokens": told})[2] == {"content": "Once upon a time"}
+    cached = server.complete(max_tokens=0)["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == used["prompt_tokens"]
+    for path, wrong, name in (
+        ("/tokenize", {}, "content"), ("/tokenize", {"content": 5}, "content"),
+        ("/detokenize", {"tokens": "a"}, "tokens"), ("/detokenize", {"tokens": [1.5]}, "tokens"),
+    ):  # fmt: skip
+        status, _, answer = server.ask(path, wrong)
+        assert status == 400 and answer["error"]["param"] == name
 
 
 def test_serve_origins_and_keys(server, tiny):
@@ -3044,7 +3132,7 @@ def test_serve_clients_that_leave_and_wait(server):
     status, headers, answer = server.ask(TEXTS_AT, LONG)
     assert (status, headers["retry-after"]) == (503, "2")
     assert answer["error"]["code"] == "queue_full"
-    assert "1 requests wait already" in answer["error"]["message"]
+    assert answer["error"]["message"] == "the server is busy, and its queue of 1 is full"
     assert server.ask("/health", method="GET")[0] == 200, "while a text is written"
     waiting.close()
     second = server.begin(body=dict(prompt="Once upon a time", max_tokens=12, temperature=0))
@@ -3124,7 +3212,7 @@ def test_serve_goes_on_after_an_error(tiny, monkeypatch, capfd):
 
     def answer(debug=False, **more) -> list[serve.Part]:
         body = json.dumps(fields | more).encode()
-        request = serve.parse_request(body, serve.CompletionRequest)
+        request = parse_request(body, CompletionRequest)
         sent = []
         link.pipe = SimpleNamespace(recv=lambda: request, send=sent.append)
         serve.write_next(session, "tiny", link, debug)
@@ -3158,7 +3246,8 @@ def test_serve_refuses_to_start(monkeypatch, capfd, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         call = caller(serve.main, monkeypatch, capfd, "--device", "cpu")
-        assert_refused(call("--port", port), f"cannot listen on 127.0.0.1, port {port}: ")
+        result = call("--port", port)
+        assert_refused(result, f"cannot listen on 127.0.0.1, port {port}: Address already in use\n")
     empty = "-m, --host or --api-key is empty"
     for flags, said in (
         (["--api-key="], empty), (["--host="], empty), (["-m", ""], empty),
@@ -3248,7 +3337,7 @@ def test_head_dim_that_the_kernels_cannot_run(cli, copy):
     hugging_face_model(size, head_dim=20).save_pretrained(copy)
     flags = ("-m", copy, "-p", "Once", "-n", 2, "--device")
     code, _, err = cli(*flags, DEVICE.type, "--backend", "triton")
-    said = "head_dim is 20; the kernels need a multiple of 8: use --backend torch"
+    said = "head_dim is 20; the kernels need a multiple of 8: use backend torch"
     assert code == 1 and said in err.splitlines()[-1]
     assert cli(*flags, "cpu")[0] == 0
 

@@ -628,9 +628,8 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: list[dict], add_generation_prompt: bool = True
     ) -> list[int]:
-        """A conversation ("role" and "content" of each message) to ids, up to where the model
-        answers. Only the template itself writes control tokens: what looks like one in a message is
-        text. Raises ValueError where the template fails, TypeError for what is no conversation."""
+        """The ids of chat_prompt, under transformers' name. Raises TypeError for what is no
+        conversation ("role" and "content" of each message), ValueError as chat_prompt."""
         is_turn = lambda message: isinstance(message, dict) and {"role", "content"} <= {*message}
         if not messages or not all(map(is_turn, messages)):
             raise TypeError('a conversation is a list of dicts with "role" and "content"')
@@ -643,10 +642,12 @@ class Tokenizer:
         past: Prompt | None = None,
         continues: bool = False,
     ) -> Prompt:
-        """The same, with its text. As far as it has the answers of `past`, an answered prompt, it
-        has their ids: the tokens of an answer need not be those that its text would be encoded to,
-        and what was evaluated can stay in the cache. continues: the last message is an answer,
-        which is to be continued."""
+        """What the template makes of a conversation, up to where the model answers: its text and
+        its ids. Only the template itself writes control tokens: what looks like one in a message is
+        text. As far as it has the answers of `past`, an answered prompt, it has their ids: the
+        tokens of an answer need not be those that its text would be encoded to, and what was
+        evaluated can stay in the cache. continues: the last message is an answer, which is to be
+        continued. Raises ValueError where the template fails."""
         text, control = self._render(messages, add_generation_prompt and not continues)
         leaves_space = False
         if continues:

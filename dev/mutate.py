@@ -460,6 +460,13 @@ MUTANTS = [
         "if True:",
         "serve_origins",
     ),
+    Mutant("serve.py", 'if name != self.about["id"]:', "if False:", "serve_paths"),
+    Mutant(
+        "extra/openai.py",
+        "if name not in fields or name in cls.names():",
+        "if name not in fields:",
+        "refuses_no_field",
+    ),
     Mutant(
         "extra/cli.py", "if not low <= value <= high:", "if not low <= value < high:", "flags_at"
     ),

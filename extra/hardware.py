@@ -75,11 +75,11 @@ def pick_backend(name: str, device: torch.device) -> str:
             "on a CPU the Triton kernels run only in Triton's interpreter: set TRITON_INTERPRET=1"
         )
     if launch.triton is None:
-        raise ValueError("Triton is not installed: --backend torch runs without it")
+        raise ValueError("Triton is not installed: backend torch runs without it")
     if device.type == "cuda" and launch.capability(device) < 80:
         card = torch.cuda.get_device_name(device)
         raise ValueError(
-            f"{card} is older than compute capability 8.0, which the kernels need: use --backend torch"
+            f"{card} is older than compute capability 8.0, which the kernels need: use backend torch"
         )
     return "triton"
 
@@ -92,7 +92,7 @@ def check_accumulate(
     check_choice("accumulate", accumulate, ("auto", "fp32", "fp16"))
     can_be_done = backend == "triton" and device.type == "cuda" and dtype == torch.float16
     if accumulate == "fp16" and not can_be_done:
-        raise ValueError("--accumulate fp16 needs a GPU, the Triton kernels and --dtype fp16")
+        raise ValueError("accumulate fp16 needs a GPU, the Triton kernels and dtype fp16")
 
 
 def check_groups(c: Config, formats: Formats) -> None:
@@ -179,8 +179,8 @@ def check_memory(
         gb = lambda size: f"{size / 1e9:.2f} GB"
         terms = f"weights {gb(weights)} + cache of {ctx_size} tokens {gb(cache)}"
         terms += f" + workspace {gb(workspace)} = {gb(need)}"
-        smaller = "" if formats else " --fp8, --int4"
+        smaller = "" if formats else " matrices in fp8 or int4,"
         raise MemoryError(
             f"{terms}, but {where} has {gb(free)} free:"
-            f" try a smaller context (-c), a smaller --dtype,{smaller} or --kv-fp8"
+            f" try a smaller ctx_size, a smaller dtype,{smaller} or kv_fp8"
         )

@@ -73,7 +73,7 @@ def local_checkpoint(name: str) -> Path | None:
                 return path
     if path.exists():
         raise FileNotFoundError(
-            f"{name} is a file (-m takes the folder of a checkpoint, or a GGUF file)"
+            f"{name} is a file; a model is the folder of a checkpoint, or a GGUF file"
         )
     beside = ROOT / path  # models/tales from any folder
     if beside.is_dir():

@@ -1,30 +1,35 @@
-"""The words of OpenAI's API: what a request asks for, and how its text is answered."""
+"""OpenAI's API: the fields of requests, and how each request is answered.
+
+To add an endpoint, write a ModelRequest and add it to ENDPOINTS."""
 
 from __future__ import annotations
 
 import random
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
     AliasChoices,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
+    WrapValidator,
     create_model,
+    model_validator,
 )
-from pydantic_core import from_json, to_json
+from pydantic_core import PydanticCustomError, from_json, to_json
 from starlette.exceptions import HTTPException
 
 from extra.files import one_line
 from extra.settings import FILTERS, RANDOM, SETTINGS, Setting
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
-    from session import Generation, Logprob, Piece, Session
+    from session import Generation, Logprob, Session
 
 # ---- errors
 
@@ -45,21 +50,93 @@ def error_body(error: HTTPException) -> dict:
     return {"error": dict(message=one_line(error.detail), type=kind, code=code, param=param)}
 
 
-# ---- requests
+# ---- what answers have in common
 
-# Fields that are not supported, with their values that change nothing, which are accepted
+# what OpenAI calls the reasons for which a text ends
+ENDS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
+
+
+def usage(text: Generation) -> dict:
+    return {
+        "prompt_tokens": text.prompt_tokens,
+        "completion_tokens": len(text.ids),
+        "total_tokens": text.prompt_tokens + len(text.ids),
+        "prompt_tokens_details": {"cached_tokens": text.cached_tokens},
+    }
+
+
+def event(value: dict) -> bytes:
+    """An event of a stream."""
+    return b"data: " + to_json(value) + b"\n\n"
+
+
+# ---- fields of requests
+
+# Fields of OpenAI, llama.cpp and vLLM that change the text and are not supported, with their values
+# that change nothing: only these are accepted. All other unknown fields are ignored, such as user
+# and store, or dry_base, which has no effect without a dry_multiplier
 UNSUPPORTED = dict(
-    n=[1], best_of=[1], presence_penalty=[0], frequency_penalty=[0], logit_bias=[{}, []], tools=[[]],
+    # several texts, tools, another prompt
+    n=[1], n_cmpl=[1], best_of=[1], use_beam_search=[False], tools=[[]],
     tool_choice=["none", "auto"], functions=[[]], function_call=["none", "auto"],
-    response_format=[{"type": "text"}], suffix=[""], grammar=[""], json_schema=[{}],
+    modalities=[["text"]], suffix=[""], chat_template_kwargs=[{}], add_special_tokens=[True],
+    truncate_prompt_tokens=[-1], lora=[[]],
+    # grammars
+    response_format=[{"type": "text"}], grammar=[""], json_schema=[{}], structured_outputs=[{}],
+    guided_json=[{}, ""], guided_regex=[""], guided_choice=[[]], guided_grammar=[""],
+    # samplers
+    presence_penalty=[0], frequency_penalty=[0], logit_bias=[{}, []], bad_words=[[]],
+    allowed_token_ids=[[]], typical_p=[1], top_n_sigma=[-1, 0], top_a=[0], tfs_z=[1], mirostat=[0],
+    dynatemp_range=[0], smoothing_factor=[0], dry_multiplier=[0], xtc_probability=[0],
+    adaptive_target=[-1], no_repeat_ngram_size=[0], min_keep=[0],
+    samplers=[["penalties", "top_k", "top_p", "min_p", "temperature"]],
+    # the end of the text
+    min_tokens=[0], stop_token_ids=[[]], include_stop_str_in_output=[False], n_indent=[0],
+    t_max_predict_ms=[0],
 )  # fmt: skip
-OPTIONS = {"n", "stop", "ignore_eos", *SETTINGS}  # of Session.generate
+OPTIONS = {"stop", "ignore_eos", *SETTINGS}  # of Session.generate, under the same names
 
 LIMITS = "max_completion_tokens", "max_tokens", "n_predict"  # the last one is llama.cpp's
 INT_END = 1 << 31
 Length = Annotated[int, Field(ge=-1, lt=INT_END)]
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]
-StopStrings = str | Annotated[list[str], Field(max_length=1024)]  # each is compared at each token
+
+
+def must_be(what: str) -> WrapValidator:
+    """Says in words what a value must be, where pydantic would tell what it lacks as each of several
+    types."""
+
+    def check(value: object, validate: Callable[[object], object]) -> object:
+        try:
+            return validate(value)
+        except ValidationError:
+            raise PydanticCustomError("wrong", f"must be {what}") from None
+
+    return WrapValidator(check)
+
+
+def listed(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value
+
+
+def only_prompt(value: object) -> object:
+    """The prompt in a list of one."""
+    match value:
+        case [str() | list() as prompt]:
+            return prompt
+    return value
+
+
+StopStrings = Annotated[
+    str | Annotated[list[str], Field(max_length=1024)],  # each is compared at each token
+    must_be("a string, or a list of at most 1024 strings"),
+    AfterValidator(listed),
+]
+Prompt = Annotated[
+    str | Annotated[list[int], Field(min_length=1)],
+    must_be("one prompt: a string, or a list of ids"),
+    BeforeValidator(only_prompt),
+]
 
 
 class Strict(BaseModel):
@@ -75,8 +152,13 @@ class TextPart(Strict):
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart] | None
-    tool_calls: Annotated[list, Field(max_length=0)] | None = None
+    content: Annotated[
+        str | list[TextPart] | None,
+        must_be("a string, or a list of parts of the type text: only text is supported"),
+    ]
+    tool_calls: Annotated[
+        Annotated[list, Field(max_length=0)] | None, must_be("absent: tools are not supported")
+    ] = None
 
     def plain(self) -> dict[str, str]:
         """The message as chat templates know it."""
@@ -91,50 +173,175 @@ class StreamOptions(Strict):
     include_usage: bool | None = None
 
 
-def listed(value: str | list[str]) -> list[str]:
-    return [value] if isinstance(value, str) else value
+def own_seed(seed: int) -> int:
+    """A seed in the range of ours, which OpenAI's need not be; a random one instead of RANDOM."""
+    if seed == RANDOM:
+        return random.SystemRandom().randrange(1 << 32)
+    return seed % (SETTINGS["seed"].high + 1)
 
 
-def _field(setting: Setting):
-    """A field of a request, and its default."""
-    limits = Field(None, ge=setting.low, le=setting.largest, alias=setting.full or None)
+def _field(name: str, setting: Setting):
+    """A field of a request, under each of its names, and its default."""
+    names = AliasChoices(*filter(None, (setting.full, name, setting.checkpoint)))
+    limits = Field(None, ge=setting.low, le=setting.largest, validation_alias=names)
     return setting.kind | None, limits
 
 
+# ---- requests, each with its answer
+
+
+class ModelRequest(Strict):
+    """What a client asks of the model, in the fields of a body. It is sent to the process that has
+    the model, and answers itself there."""
+
+    is_stream: ClassVar[bool] = False  # the parts of the answer are sent as they come
+
+    def answer(
+        self, session: Session, model: str, progress: Callable[[int, int], None]
+    ) -> Iterator[bytes]:
+        """The parts of the answer, which may be empty: one after each token, so that it can be
+        stopped there. model: its name. progress: as for Session.generate. Raises ValueError for
+        what is the client's fault; what the iterator raises is not."""
+        raise NotImplementedError
+
+
 Filters = create_model(
-    "Filters", __base__=Strict, **{name: _field(setting) for name, setting in FILTERS.items()}
+    "Filters", __base__=ModelRequest, **{name: _field(name, row) for name, row in FILTERS.items()}
 )
 
 
 class GenerationRequest(Filters):
-    """The text that a client asks for: what both kinds of requests have in common."""
+    """A request for a text: what its two kinds have in common. A kind says how the session is asked
+    for the text, and how answers write it in JSON."""
+
+    id_begins: ClassVar[str]
+    whole_object: ClassVar[str]  # "object" of an answer
+    chunk_object: ClassVar[str]  # and of the parts of a stream
+    first_delta: ClassVar[dict | None] = None  # what a stream begins with
 
     model: str = ""  # there is one, whatever its name
-    n: Length = Field(-1, validation_alias=AliasChoices(*LIMITS))
-    seed: int = RANDOM
-    stop: Annotated[StopStrings, AfterValidator(listed)] = []
+    max_tokens: Length = Field(-1, validation_alias=AliasChoices(*LIMITS))
+    seed: Annotated[int, AfterValidator(own_seed)] = Field(RANDOM, validate_default=True)
+    stop: StopStrings = []
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_unsupported(cls, fields: dict) -> dict:
+        """A field that this class has is supported, whatever UNSUPPORTED says."""
+        for name, values in UNSUPPORTED.items():
+            if name not in fields or name in cls.names():
+                continue
+            accepted = [to_json(value) for value in values]  # as JSON, where true is not 1
+            if to_json(fields[name]) not in accepted:
+                only = f"{name} must be absent or {accepted[0].decode()}"
+                raise APIError(f"{only}: nothing else is supported", param=name)
+        return fields
+
+    @classmethod
+    def names(cls) -> set[str]:
+        """What its fields are called in a body."""
+        names = set()
+        for name, field in cls.model_fields.items():
+            aliases = field.validation_alias
+            names.update(aliases.choices if aliases else [name])
+        return names
+
+    @property
+    def is_stream(self) -> bool:
+        return self.stream
+
     def options(self) -> dict:
         """Arguments of Session.generate and Session.chat."""
-        return self.model_dump(include=OPTIONS, exclude_none=True)
+        return {"n": self.max_tokens} | self.model_dump(include=OPTIONS, exclude_none=True)
+
+    def generation(self, session: Session, **options) -> Generation:
+        """The text. options: more arguments of Session.generate. Raises ValueError."""
+        raise NotImplementedError
+
+    def whole(self, text: str) -> dict:
+        """The whole text, in an answer."""
+        raise NotImplementedError
+
+    def delta(self, text: str) -> dict:
+        """A part of the text, in a stream; the last part is empty."""
+        raise NotImplementedError
+
+    def scores(self, logprobs: Sequence[Logprob], session: Session) -> dict:
+        """Log-probabilities, in either."""
+        raise NotImplementedError
+
+    def answer(
+        self, session: Session, model: str, progress: Callable[[int, int], None]
+    ) -> Iterator[bytes]:
+        text = self.generation(session, progress=progress)
+        head = {
+            "id": self.id_begins + uuid.uuid4().hex,
+            "object": self.chunk_object if self.stream else self.whole_object,
+            "created": int(time.time()),
+            "model": model,
+        }
+        if self.stream:
+            return self._events(text, head, session)
+        return self._object(text, head, session)
+
+    def _object(self, text: Generation, head: dict, session: Session) -> Iterator[bytes]:
+        for _ in text:
+            yield b""
+        choice = self._choice(self.whole(text.text), text.logprobs, text.ended_by, session)
+        yield to_json(head | {"choices": [choice], "usage": usage(text)})
+
+    def _events(self, text: Generation, head: dict, session: Session) -> Iterator[bytes]:
+        with_usage = self.stream_options.include_usage
+        if with_usage:
+            head["usage"] = None  # in all events but the one that tells it
+
+        def chunk(said: dict, logprobs: Sequence[Logprob] = (), ended_by: str = "") -> bytes:
+            choice = self._choice(said, logprobs, ended_by, session)
+            return event(head | {"choices": [choice]})
+
+        events = b""
+        if self.first_delta:
+            events = chunk(self.first_delta)  # goes with the first text
+        for piece in text:
+            if not piece.text and not piece.logprobs:
+                yield b""
+                continue
+            yield events + chunk(self.delta(piece.text), piece.logprobs)
+            events = b""
+        events += chunk(self.delta(""), ended_by=text.ended_by)
+        if with_usage:
+            events += event(head | {"choices": [], "usage": usage(text)})
+        yield events + b"data: [DONE]\n\n"
+
+    def _choice(
+        self, said: dict, logprobs: Sequence[Logprob], ended_by: str, session: Session
+    ) -> dict:
+        scores = self.scores(logprobs, session) if logprobs else None
+        return {"index": 0, **said, "logprobs": scores, "finish_reason": ENDS.get(ended_by)}
 
 
 class ChatCompletionRequest(GenerationRequest):
-    """A request for the next message of a chat, and the words of the answer."""
+    """A request for the next message of a chat."""
+
+    id_begins = "chatcmpl-"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    first_delta = {"delta": {"role": "assistant", "content": ""}}
 
     messages: list[Message] = Field(min_length=1)
     logprobs: bool = False
     top_logprobs: TopLogprobs = 0
 
-    kind: ClassVar = "chat.completion"
-    kind_of_chunk: ClassVar = "chat.completion.chunk"
-    id_begins: ClassVar = "chatcmpl-"
-    first_chunk: ClassVar = {"delta": {"role": "assistant", "content": ""}}
+    @model_validator(mode="after")
+    def _check(self) -> ChatCompletionRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise APIError("top_logprobs needs logprobs: true", param="top_logprobs")
+        return self
 
-    def begin(self, session: Session, **options) -> Generation:
+    def generation(self, session: Session, **options) -> Generation:
         best = self.top_logprobs if self.logprobs else None
         messages = [message.plain() for message in self.messages]
         return session.chat(messages, logprobs=best, **self.options(), **options)
@@ -142,7 +349,7 @@ class ChatCompletionRequest(GenerationRequest):
     def whole(self, text: str) -> dict:
         return {"message": {"role": "assistant", "content": text}}
 
-    def part(self, text: str) -> dict:
+    def delta(self, text: str) -> dict:
         return {"delta": {"content": text} if text else {}}
 
     def scores(self, logprobs: Sequence[Logprob], session: Session) -> dict:
@@ -158,18 +365,17 @@ class ChatCompletionRequest(GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    """A request for the text that follows a prompt, and the words of the answer."""
+    """A request for the text that follows a prompt."""
 
-    prompt: str | Annotated[list[int], Field(min_length=1)]
-    logprobs: TopLogprobs | bool = False  # llama.cpp takes true for 1
+    id_begins = "cmpl-"
+    whole_object = "text_completion"
+    chunk_object = whole_object
+
+    prompt: Prompt
+    logprobs: Annotated[TopLogprobs | bool, must_be("from 0 to 20, or true for 1")] = False
     echo: bool = False  # the prompt comes before the text
 
-    kind: ClassVar = "text_completion"
-    kind_of_chunk: ClassVar = kind
-    id_begins: ClassVar = "cmpl-"
-    first_chunk: ClassVar = None
-
-    def begin(self, session: Session, **options) -> Generation:
+    def generation(self, session: Session, **options) -> Generation:
         best = None if self.logprobs is False else int(self.logprobs)
         options |= dict(logprobs=best, echo=self.echo)
         return session.generate(self.prompt, **self.options(), **options)
@@ -177,7 +383,8 @@ class CompletionRequest(GenerationRequest):
     def whole(self, text: str) -> dict:
         return {"text": text}
 
-    part = whole
+    def delta(self, text: str) -> dict:
+        return {"text": text}
 
     def scores(self, logprobs: Sequence[Logprob], session: Session) -> dict:
         def best_of(score: Logprob) -> dict[str, float] | None:
@@ -194,8 +401,36 @@ class CompletionRequest(GenerationRequest):
         }
 
 
-def parse_request(body: bytes, kind: type[GenerationRequest]) -> GenerationRequest:
-    """The text that a request's body asks for; null means absent. Raises APIError."""
+class TokenizeRequest(ModelRequest):
+    """llama.cpp's request for the ids of a text. What looks like a control token is text."""
+
+    content: str
+    add_special: bool = False
+
+    def answer(self, session: Session, *_) -> Iterator[bytes]:
+        ids = session.tokenizer.encode(self.content, bos=self.add_special)
+        return iter([to_json({"tokens": ids})])
+
+
+class DetokenizeRequest(ModelRequest):
+    """llama.cpp's request for the text of ids."""
+
+    tokens: list[int]
+
+    def answer(self, session: Session, *_) -> Iterator[bytes]:
+        return iter([to_json({"content": session.tokenizer.decode(self.tokens)})])
+
+
+ENDPOINTS: dict[str, type[ModelRequest]] = {
+    "/chat/completions": ChatCompletionRequest,
+    "/completions": CompletionRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+
+
+def parse_request(body: bytes, kind: type[ModelRequest]) -> ModelRequest:
+    """What a request's body asks for; null means absent. Raises APIError."""
     try:
         fields = from_json(body)
     except ValueError as error:
@@ -206,101 +441,18 @@ def parse_request(body: bytes, kind: type[GenerationRequest]) -> GenerationReque
     for name, value in fields.items():
         if isinstance(value, float) and value.is_integer():  # 5.0 is 5: JSON has one kind of number
             fields[name] = int(value)
-    for name, values in UNSUPPORTED.items():
-        value = fields.get(name, values[0])
-        if isinstance(value, bool) or value not in values:
-            message = f"{name} must be absent or {values[0]!r}: nothing else is supported"
-            raise APIError(message, param=name)
-    match fields.get("prompt"):
-        case [str() | list() as prompt]:  # a list of one prompt
-            fields["prompt"] = prompt
     try:
-        request = kind.model_validate(fields)
+        return kind.model_validate(fields)
     except ValidationError as error:
         raise first_error(error) from None
-    if kind is ChatCompletionRequest and request.top_logprobs and not request.logprobs:
-        raise APIError("top_logprobs needs logprobs: true", param="top_logprobs")
-    if request.seed == RANDOM:
-        request.seed = random.SystemRandom().randrange(1 << 32)
-    request.seed %= SETTINGS["seed"].high + 1  # OpenAI's may be negative
-    return request
 
 
 def first_error(error: ValidationError) -> APIError:
-    """What is wrong with the first field that is: each type that it may have says so."""
-    errors = error.errors()
-    name, *place = errors[0]["loc"]
-    whats = [found["msg"] for found in errors if found["loc"][0] == name]
+    """What is wrong with the first field that is."""
+    first, *_ = error.errors()
+    name, *place = first["loc"]
     if name == "messages" and place:
         name = f"messages[{place[0]}]"
         if len(place) > 1:
             name += f".{place[1]}"
-    return APIError(f"{name}: {'; '.join(whats)}", param=name)
-
-
-# ---- answers
-
-# what OpenAI calls the reasons for which a text ends
-ENDS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
-
-
-class ResponseBody:
-    """What is sent of one text: an object of JSON, or the events of a stream."""
-
-    def __init__(self, request: GenerationRequest, model: str, session: Session):
-        """model: its name."""
-        self.request = request
-        self.session = session
-        self.head = {
-            "id": request.id_begins + uuid.uuid4().hex,
-            "object": request.kind_of_chunk if request.stream else request.kind,
-            "created": int(time.time()),
-            "model": model,
-        }
-        self.with_usage = request.stream_options.include_usage
-
-    def whole(self, text: Generation) -> bytes:
-        choices = [self._choice(self.request.whole(text.text), text.logprobs, text.ended_by)]
-        return to_json(self.head | {"choices": choices, "usage": usage(text)})
-
-    def begin(self) -> bytes:
-        """The beginning of a stream."""
-        if self.request.first_chunk:
-            return self._chunk(self.request.first_chunk)
-        return b""
-
-    def pieces(self, pieces: list[Piece]) -> bytes:
-        """A part of a stream."""
-        part = self.request.part
-        return b"".join(self._chunk(part(piece.text), piece.logprobs) for piece in pieces)
-
-    def end(self, text: Generation) -> bytes:
-        """The end of a stream."""
-        end = self._chunk(self.request.part(""), ended_by=text.ended_by)
-        if self.with_usage:
-            end += event(self.head | {"choices": [], "usage": usage(text)})
-        return end + b"data: [DONE]\n\n"
-
-    def _chunk(self, said: dict, logprobs: Sequence[Logprob] = (), ended_by: str = "") -> bytes:
-        chunk = self.head | {"choices": [self._choice(said, logprobs, ended_by)]}
-        if self.with_usage:
-            chunk["usage"] = None
-        return event(chunk)
-
-    def _choice(self, said: dict, logprobs: Sequence[Logprob], ended_by: str) -> dict:
-        scores = self.request.scores(logprobs, self.session) if logprobs else None
-        return {"index": 0, **said, "logprobs": scores, "finish_reason": ENDS.get(ended_by)}
-
-
-def usage(text: Generation) -> dict:
-    return {
-        "prompt_tokens": text.prompt_tokens,
-        "completion_tokens": len(text.ids),
-        "total_tokens": text.prompt_tokens + len(text.ids),
-        "prompt_tokens_details": {"cached_tokens": text.cached_tokens},
-    }
-
-
-def event(value: dict) -> bytes:
-    """An event of a stream."""
-    return b"data: " + to_json(value) + b"\n\n"
+    return APIError(f"{name}: {first['msg']}", param=name)

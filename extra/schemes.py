@@ -320,7 +320,7 @@ def fp8_scaled(scale: str, in_blocks: bool) -> Scheme:
 
 # ---- which scheme it is
 
-INSTEAD = "take the original model, with --fp8 or --int4 if you like, or a GGUF file"
+INSTEAD = "take the original model, in fp8 or int4 if you like, or a GGUF file"
 
 
 def scheme_of(f: Fields) -> Scheme | None:

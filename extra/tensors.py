@@ -296,7 +296,7 @@ class Floats(SourceTensor):
             if not torch.isfinite(values).all():
                 holds = "NaN or inf"
             elif not torch.isfinite(values.to(dtype)).all():
-                holds = f"values beyond the range of {dtype}; try --dtype fp32"
+                holds = f"values beyond the range of {dtype}; try dtype fp32"
             if holds:
                 return one_line(
                     f"{self.name} in {self.files[self.name][0].file.name} holds {holds}"
