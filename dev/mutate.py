@@ -339,7 +339,7 @@ MUTANTS = [
         "isdisjoint(range(span[0] + 1, span[1]))",
         "typed_control",
     ),
-    Mutant("tokenizer.py", "trim_blocks=True, ", "", "template_has"),
+    Mutant("extra/chat_templates.py", "trim_blocks=True, ", "", "template_has"),
     Mutant("session.py", "    if token in eos:", "    if False:", "what_ends"),
     Mutant("session.py", "min(size // 4, 256)", "min(size // 2, 256)", "fits_into"),
     Mutant("session.py", "excess + 1 :]", "excess:]", "fits_into"),
