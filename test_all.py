@@ -3381,11 +3381,16 @@ ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="
 FEW_LETTERS = st.text("ab é🐢", max_size=12)
 
 
+def encode_after(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of text that continues other text, as those of a chat do."""
+    return tokenizer.vocabulary.encode_chat(text, [], after=True)
+
+
 def in_parts(tokenizer: Tokenizer, text: str, cuts: list[int]) -> list[int]:
     """The ids of a text that was cut at these characters."""
     ends = sorted(cut % (len(text) + 1) for cut in cuts) + [len(text)]
     parts = [text[a:b] for a, b in zip([0, *ends], ends)]
-    first, *others = map(tokenizer.vocabulary.encode_after, ["x" + parts[0], *parts[1:]])
+    first, *others = (encode_after(tokenizer, part) for part in ["x" + parts[0], *parts[1:]])
     return [*first[1:], *itertools.chain(*others)]
 
 
@@ -3403,7 +3408,7 @@ def test_tokenizer_round_trip(tiny, text, before):
     if "\ufffd" not in text:
         assert not any("\ufffd" in piece for piece in pieces), "a character was cut in two"
     if before:
-        joined = tokenizer.encode(before) + tokenizer.vocabulary.encode_after(text)
+        joined = tokenizer.encode(before) + encode_after(tokenizer, text)
         assert tokenizer.decode(joined) == before + text
     words = tokenizer.encode("time", bos=False)
     assert "".join(streamed(tokenizer, words)) == " time", "text goes on with its space"
@@ -3755,7 +3760,7 @@ def test_tokenizer_json_equals_transformers(tmp_path, family):
         assert "".join(pieces) == ours.decode(ids) == theirs.decode(ids), (text,)
         assert not any("\ufffd" in piece for piece in pieces), (text,)
         split = random.randrange(1, len(text) + 2)
-        joined = ours.encode(text[:split], bos=False) + ours.vocabulary.encode_after(text[split:])
+        joined = ours.encode(text[:split], bos=False) + encode_after(ours, text[split:])
         # "pieces" begin with a space, unless the text does
         whole = text.removeprefix(" ") if CHAT_FAMILIES[family][0] == "pieces" else text
         assert ours.decode(ids) == ours.decode(joined) == whole, (text, split)
@@ -3891,7 +3896,7 @@ def test_answers_keep_their_tokens(tmp_path, family):
     prompt = t.chat_prompt(asked)
     for answer in (" \n ", "", "a tale"):
         # Not the tokens that the whole text would have
-        letters = [i for letter in answer for i in t.vocabulary.encode_after(letter)]
+        letters = [i for letter in answer for i in encode_after(t, letter)]
         past = Prompt(prompt.text, prompt.ids + letters, answer)
         second = conversation("tell me", answer, "go on")
         assert t.chat_prompt(asked, past=past) == prompt, "it is continued, not given again"

@@ -100,13 +100,6 @@ class Vocabulary:
                 ids += encode_continuation(text[begin:end], lambda part: self._encode(part)[0])
         return ids
 
-    def encode_after(self, text: str) -> list[int]:
-        """Encode text that continues other text: without the space that some vocabularies put
-        before a text."""
-        if self.adds_space and text:
-            return encode_continuation(text, self.encode)
-        return self.encode(text)
-
     def encode_chat(self, text: str, control: list[Span], after: bool) -> list[int]:
         """A rendered conversation, or (after) the rest of one. control: spans of control tokens;
         what else looks like one is text."""

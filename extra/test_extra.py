@@ -74,6 +74,7 @@ from test_all import (
     decode_in_graphs,
     dense,
     edit,
+    encode_after,
     encoded,
     equals_reference,
     examples,
@@ -2048,7 +2049,7 @@ def test_gguf_sentencepiece(tmp_path):
     ours = tokenizer(4096, {})
     for text in GGUF_TEXTS:
         assert ours.encode(text) == original.encode(text)
-        assert ours.vocabulary.encode_after(text) == original.vocabulary.encode_after(text)
+        assert encode_after(ours, text) == encode_after(original, text)
         assert ours.decode(ours.encode(text)) == original.decode(original.encode(text))
     assert (ours.bos, ours.eos, ours.control) == (1, 2, original.control)
     chat = conversation("Hello </s>", "Hello </s>", "Hello </s>", system="Hello </s>")
