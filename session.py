@@ -208,21 +208,27 @@ class Session:
         self,
         model: str | Path,
         *,
+        dtype: str | torch.dtype = "auto",
+        device: str = "auto",
+        ctx_size: int | None = None,
+        backend: str = "auto",
+        format: str | None = None,
+        kv_fp8: bool = False,
+        accumulate: str = "auto",
+        sampling: dict[str, float] | None = None,
         chat_template: str | None = None,
         threads: int | None = None,
         lookup: int | None = None,
         draft: str | None = None,
         draft_max: int = 4,
+        quiet: bool = False,
         ranks: Ranks = Ranks(),
-        **options,
     ):
-        """model: a folder, a GGUF file, or a repository of the hub. options: dtype, of torch or its
-        name, device, ctx_size, backend, format, kv_fp8, accumulate, quiet and sampling, as for
-        checkpoint.load.
-        chat_template: a name or a file, instead of the checkpoint's own. threads: of the CPU; by
-        default one for a small model, otherwise one per core. lookup: propose so many tokens from
-        earlier in the text. draft: a smaller model, which proposes draft_max tokens. Raises
-        ValueError, OSError or MemoryError with a message of one line."""
+        """model: a folder, a GGUF file, or a repository of the hub. dtype to sampling, quiet and
+        ranks: see checkpoint.load. chat_template: a name or a file, instead of the checkpoint's
+        own. threads: of the CPU; by default one for a small model, otherwise one per core. lookup:
+        propose so many tokens from earlier in the text. draft: a smaller model, which proposes
+        draft_max tokens. Raises ValueError, OSError or MemoryError with a message of one line."""
         start = time.perf_counter()
         checkpoint = Checkpoint(find_checkpoint(model))
         config = checkpoint.config
@@ -238,9 +244,18 @@ class Session:
         if draft:
             check_draft(draft, self.tokenizer, config.vocab_size)
         self.ranks = ranks
-        if "dtype" in options:
-            options["dtype"] = dtype_name(options["dtype"])
-        self.model = load(checkpoint, ranks=ranks, **options)
+        options = dict(
+            dtype=dtype_name(dtype),
+            device=device,
+            backend=backend,
+            format=format,
+            kv_fp8=kv_fp8,
+            accumulate=accumulate,
+            sampling=sampling,
+            quiet=quiet,
+            ranks=ranks,
+        )
+        self.model = load(checkpoint, ctx_size=ctx_size, **options)
         if not threads and self.model.device.type == "cpu" and self.model.suits_one_thread:
             torch.set_num_threads(1)
         self.eos: set[int] = {*config.eos_ids, self.tokenizer.eos} - {-1}
@@ -250,8 +265,7 @@ class Session:
             self.speculation = Lookup(lookup)
         if draft:
             # its state will be as large as the model's
-            options["ctx_size"] = self.state.size
-            self.speculation = Draft(draft_max, load(draft, ranks=ranks, **options))
+            self.speculation = Draft(draft_max, load(draft, ctx_size=self.state.size, **options))
         self.sampling: Sampling = self.model.sampling  # the checkpoint's own
         self.timings = Timings()  # of all that was generated
         self.load_seconds = time.perf_counter() - start

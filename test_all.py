@@ -2677,6 +2677,12 @@ def test_session_names_of_dtypes_and_paths(tiny, monkeypatch, tmp_path):
         Session("mine/model")
 
 
+def test_sessions_load_by_default_what_load_does():
+    ours, theirs = (inspect.signature(function).parameters for function in (Session, load))
+    for name in theirs.keys() - {"name"}:
+        assert ours[name].default == theirs[name].default, name
+
+
 def test_stop_strings_with_control_tokens():
     tokenizer = Tokenizer(TALES)
     end, text = tokenizer.control["</s>"], tokenizer.encode("One fox. Two", bos=False)
