@@ -2505,19 +2505,6 @@ def test_texts_in_any_order(tiny_session, tiny_model):
     assert silent.text == "" and [score.id for score in silent.logprobs] == [tokenizer.bos] * 3
 
 
-def test_scores_of_a_prompt(tiny_session, tiny_model, monkeypatch):
-    """Of which three tokens are evaluated at a time."""
-    monkeypatch.setattr("session.SCORED_AT_ONCE", 3 * tiny_model.config.vocab_size)
-    ids = tiny_session.tokenizer.encode("Once upon a time there was a fox")
-    generation = tiny_session.generate(ids, n=0, logprobs=2, echo=True).finish()
-    first, *scores = generation.logprobs
-    assert (first.id, first.logprob) == (ids[0], None)
-    assert [score.id for score in scores] == ids[1:]
-    for row, score in zip(logits_of(tiny_model, ids).log_softmax(1), scores):
-        assert score.logprob == pytest.approx(float(row[score.id]), abs=1e-3)
-        assert [id for id, _ in score.best] == row.topk(2).indices.tolist()
-
-
 def test_cached_tokens_of_a_prompt(tiny_session):
     """None are known to be before something is evaluated."""
     ids = tiny_session.tokenizer.encode("Once upon a time there was a fox")

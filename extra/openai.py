@@ -29,7 +29,8 @@ from extra.files import one_line
 from extra.settings import FILTERS, RANDOM, SETTINGS, Setting
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
-    from session import Generation, Logprob, Session
+    from extra.logprobs import Logprob
+    from session import Generation, Session
 
 # ---- errors
 

@@ -108,6 +108,7 @@ from test_all import (
     tiny,
     tiny_model,
     tiny_saved,
+    tiny_session,
     train_byte_pairs,
     write,
 )
@@ -3098,6 +3099,22 @@ if __name__ == "__main__":  # started by the tests of several ranks: "forks" or 
         torch.multiprocessing.start_processes(
             run_rank, (folder, size, free_port()), size, start_method="fork"
         )
+
+
+# ---- logprobs.py: those of a text are tested with sessions
+
+
+def test_scores_of_a_prompt(tiny_session, tiny_model, monkeypatch):
+    """Of which three tokens are evaluated at a time."""
+    monkeypatch.setattr("extra.logprobs.AT_ONCE", 3 * tiny_model.config.vocab_size)
+    ids = tiny_session.tokenizer.encode("Once upon a time there was a fox")
+    generation = tiny_session.generate(ids, n=0, logprobs=2, echo=True).finish()
+    first, *scores = generation.logprobs
+    assert (first.id, first.logprob) == (ids[0], None)
+    assert [score.id for score in scores] == ids[1:]
+    for row, score in zip(logits_of(tiny_model, ids).log_softmax(1), scores):
+        assert score.logprob == pytest.approx(float(row[score.id]), abs=1e-3)
+        assert [id for id, _ in score.best] == row.topk(2).indices.tolist()
 
 
 # ---- chat_templates.py
