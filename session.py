@@ -520,8 +520,8 @@ class Conversation:
         prompt = self.session.render([*self.system, *turns, new])
         if len(prompt.ids) + min(size // 4, 256) <= size:
             return prompt, turns
-        alone = self.length_with(message, self.system, "the message")
-        while turns and len(prompt.ids) > max(size // 2, alone):
+        self.length_with(message, self.system, "the message")
+        while turns and len(prompt.ids) > size // 2:
             if len(turns) > 2:
                 turns = turns[2:]
             else:
@@ -565,12 +565,9 @@ class Conversation:
 
 def dropped_part(turns: list[Message], kept: list[Message]) -> str:
     """What of these turns is not among those kept, in words; empty if all of it is."""
-    if kept is turns:
-        return ""
     parts = []
     if count := (len(turns) - len(kept)) // 2:
         parts.append(f"{count} of {len(turns) // 2} turns")
     if kept and kept[-1] != turns[-1]:
-        cut = len(turns[-1]["content"]) - len(kept[-1]["content"])
-        parts.append(f"{cut} characters of the last answer")
+        parts.append("the beginning of the last answer")
     return " and ".join(parts)
