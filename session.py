@@ -312,7 +312,7 @@ class Session:
         first = [i for i in (self.tokenizer.bos, self.tokenizer.eos) if i >= 0][:1]
         return self.tokenizer.encode(text) or first
 
-    def text_of(self, token: int) -> str:
+    def token_text(self, token: int) -> str:
         """The text of a single token: of a control token, its name. Bytes that are no whole
         character become U+FFFD."""
         if name := self._control_names.get(token):

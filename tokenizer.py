@@ -162,8 +162,8 @@ class SentencePiece(Vocabulary):
         self.size_with_added = max([self.size - 1, *added]) + 1
         for i, piece in enumerate(pieces):
             # of the turn marks only user-defined symbols are always found
-            mark = piece in TURN_MARKS and i in self.sp.encode(piece)
-            if i not in added and (mark or self.sp.is_control(i)):
+            turn_mark = piece in TURN_MARKS and i in self.sp.encode(piece)
+            if i not in added and (turn_mark or self.sp.is_control(i)):
                 self.control[piece] = i
         found = [piece for i, piece in enumerate(pieces) if not self.sp.is_control(i)]
         self._in_text = any_of(self.control.keys() & found)
@@ -211,7 +211,7 @@ class SentencePiece(Vocabulary):
         it."""
         words = [word.span() for word in self._word.finditer(text)]
         ids = self._joined(text, words, self._words, self._encode_pieces)
-        return ids, [mark.start() for mark in self._in_text.finditer(text)]
+        return ids, [found.start() for found in self._in_text.finditer(text)]
 
     def _encode_pieces(self, text: str) -> list[int]:
         ids = self.sp.encode(text)
@@ -271,7 +271,7 @@ def add_named(added: dict[int, dict], config: dict, pieces: dict[str, int]) -> N
         if isinstance(more, list):
             named += more
     texts = {token["content"] for token in added.values()}
-    for text in map(text_of, named):
+    for text in map(content_of, named):
         i = pieces.get(text, -1)
         if text not in texts and i >= 0 and i not in added:
             added[i] = ADDED | {"id": i, "content": text}
@@ -489,7 +489,7 @@ class Tokenizer:
         self._endings = {name[n:] for name in self.control for n in range(1, len(name))}
         self.named = dict(self.vocabulary.named)
         for name in NAMES:
-            if text := text_of(self.config.get(name)):
+            if text := content_of(self.config.get(name)):
                 self.named[name] = text
         if bos_id is None:
             bos_id = -1
@@ -610,27 +610,27 @@ class Tokenizer:
     def _render(self, messages: list[dict], add_generation_prompt: bool) -> tuple[str, list[Span]]:
         """The text of a conversation, and where the template wrote control tokens.
 
-        A character that occurs nowhere else marks what is typed: in messages it is put before what
-        looks like a control token, or could become one together with what the template writes
-        around the message. No mark stands in a token or after it, since templates look for
-        "</think>" and strip what follows."""
+        A sentinel, which is a character that occurs nowhere else, marks what is typed: in messages
+        it is put before what looks like a control token, or could become one together with what the
+        template writes around the message. None stands in a token or after it, since templates look
+        for "</think>" and strip what follows."""
         typed = _checked("".join(message["content"] for message in messages))
         everything = self.chat_template + typed
         private = map(chr, range(0x10FFFD, 0xFFFFF, -1))  # plane 16, for private use
-        mark = next(c for c in private if c not in everything)
+        sentinel = next(c for c in private if c not in everything)
         marked = []
         for message in messages:
-            content = self._marked(message["content"], mark)
+            content = self._marked(message["content"], sentinel)
             marked.append({"role": message["role"], "content": content})
         variables = dict(
             messages=marked, add_generation_prompt=add_generation_prompt, tools=None, documents=None
         )
-        parts = render(self.chat_template, **variables, **self.named).split(mark)
-        marks = {*accumulate(map(len, parts[:-1]))}
+        parts = render(self.chat_template, **variables, **self.named).split(sentinel)
+        typed_at = {*accumulate(map(len, parts[:-1]))}
         text = "".join(parts)
-        return text, [span for span in self._control_in(text) if marks.isdisjoint(range(*span))]
+        return text, [span for span in self._control_in(text) if typed_at.isdisjoint(range(*span))]
 
-    def _marked(self, content: str, mark: str) -> str:
+    def _marked(self, content: str, sentinel: str) -> str:
         start = len(content) - len(content.lstrip())
         end = len(content.rstrip())
         places = {begin for begin, _ in self._control_in(content)}
@@ -640,14 +640,14 @@ class Tokenizer:
         if any(content[start : start + n] in self._endings for n in range(1, self._longest)):
             places.add(start)
         cuts = [0, *sorted(places), len(content)]
-        return mark.join(content[begin:end] for begin, end in pairwise(cuts))
+        return sentinel.join(content[begin:end] for begin, end in pairwise(cuts))
 
     def _control_in(self, text: str) -> list[Span]:
         """Where control tokens are in a text; of several that begin at one place, the longest."""
         return [found.span() for found in self.control_pattern.finditer(text)]
 
 
-def text_of(token: object) -> str | None:
+def content_of(token: object) -> str | None:
     """The text of a token that a configuration describes, None if it describes none."""
     if isinstance(token, dict):
         token = token.get("content")
