@@ -1,6 +1,9 @@
 """Text to ids and back: SentencePiece and tokenizer.json, conversations, and streaming that splits no
 character.
 
+A Vocabulary encodes text and knows the bytes of each token. A Tokenizer reads one from a checkpoint,
+and makes Prompts of conversations. A TextStream makes text of ids as they come.
+
 Tokenizers and templates come with a checkpoint, so they are not trusted: only regular files of a
 sane size are read, a template runs in Jinja's sandbox (see extra/chat_templates.py), errors are one
 line, and only the template itself writes control tokens. None of this needs torch."""
@@ -275,6 +278,13 @@ def add_named(added: dict[int, dict], config: dict, pieces: dict[str, int]) -> N
         i = pieces.get(text, -1)
         if text not in texts and i >= 0 and i not in added:
             added[i] = ADDED | {"id": i, "content": text}
+
+
+def content_of(token: object) -> str | None:
+    """The text of a token that a configuration describes, None if it describes none."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
 
 
 class TokenizerJson(Vocabulary):
@@ -647,19 +657,14 @@ class Tokenizer:
         return [found.span() for found in self.control_pattern.finditer(text)]
 
 
-def content_of(token: object) -> str | None:
-    """The text of a token that a configuration describes, None if it describes none."""
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
-
-
 def _checked(text: str) -> str:
     if bad := re.search("[\ud800-\udfff]", text):
         what = f"it holds U+{ord(bad[0]):04X} at {bad.start()}, a lone surrogate"
         raise ValueError(f"the text is not UTF-8: {what}")
     return text
 
+
+# ---- ids to text, as they come
 
 SURROGATES = dict.fromkeys(range(0xDC80, 0xDD00), "\ufffd")
 
