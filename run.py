@@ -18,6 +18,7 @@ from contextlib import suppress
 from importlib import metadata
 from typing import TYPE_CHECKING
 
+from extra.chat_templates import TEMPLATES
 from extra.cli import (
     Parser,
     add_model_flags,
@@ -37,7 +38,6 @@ from extra.cli import (
     within,
 )
 from extra.settings import FILTERS, RANDOM, SETTINGS, Sampling
-from tokenizer import TEMPLATES
 
 # What imports torch, which takes seconds, is imported where it is used, once the command line is
 # parsed

@@ -10,7 +10,7 @@ flags or knows a terminal; errors name a setting as Python does, such as ctx_siz
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -20,28 +20,17 @@ import torch
 
 from checkpoint import Checkpoint, find_checkpoint, load, read_config
 from extra.hardware import DTYPES
+from extra.logprobs import Logprob, Scorer
 from extra.parallel import Ranks
 from extra.settings import SETTINGS
 from extra.speculation import Draft, Lookup
-from model import Llama, State, Timings, generate, sample_next
+from model import State, Timings, generate
 from sampling import Sampling
 from tokenizer import Prompt, TextStream, Tokenizer
-
-SCORED_AT_ONCE = 1 << 22  # logits of a prompt's tokens that are in memory together
 
 Message = dict[str, str]  # its "role" and its "content"
 
 # ---- what is generated
-
-
-class Logprob(NamedTuple):
-    """A token's log-probability, by the logits as the model computes them: no setting changes
-    it."""
-
-    id: int
-    logprob: float | None  # None for a prompt's first token, which follows nothing
-    best: list[tuple[int, float]]  # the most probable tokens at this place, and theirs
-    begins: int  # the character of the text at which the token begins
 
 
 class Piece(NamedTuple):
@@ -52,28 +41,6 @@ class Piece(NamedTuple):
     ids: list[int]
     # if asked for: of the tokens that begin in the text so far, unless an earlier piece has them
     logprobs: list[Logprob] = []
-
-
-class Scorer:
-    """Decodes token by token, and notes the log-probabilities at each place."""
-
-    def __init__(self, k: int):
-        """k: how many of the most probable tokens are noted at each place."""
-        self.k = k
-        self.scores: list[tuple[int, float, list[tuple[int, float]]]] = []  # see Logprob
-
-    def decode(self, model: Llama, state: State, n: int) -> Iterator[int]:
-        """Up to n tokens: an argument of model.generate."""
-        for i in range(n):
-            logprobs = state.logits.log_softmax(0)
-            best = logprobs.topk(min(self.k, len(logprobs)))
-            token = sample_next(model, state, state.logits)
-            if token >= 0:
-                pairs = list(zip(best.indices.tolist(), best.values.tolist()))
-                self.scores.append((token, float(logprobs[token]), pairs))
-            yield token
-            if i + 1 < n:
-                model.step(1, state)
 
 
 class Generation:
@@ -88,11 +55,11 @@ class Generation:
         eos: Collection[int],
         stream: TextStream,
         scorer: Scorer | None = None,
-        echo: Callable[[], tuple[str, list[Logprob]]] | None = None,
+        first: Iterable[Piece] = (),
     ):
         """tokens: what follows the prompt, up to and including an id in eos, or until there are
         `limit` tokens; timings is filled in by it. scorer: what decodes them, if log-probabilities
-        are asked for. echo: what the text begins with, before these tokens."""
+        are asked for. first: pieces that come before these tokens."""
         self.prompt_tokens = prompt_tokens
         # How many of them were evaluated for an earlier text: 0 until the first new token
         self.cached_tokens = 0
@@ -105,8 +72,7 @@ class Generation:
         self.timings = timings
         self._at_end: list[Callable[[], None]] = []
         self._scorer = scorer
-        self._scored: list[Logprob] = []  # of tokens whose text is still held back
-        self._pieces = self._run(tokens, limit, eos, stream, echo)
+        self._pieces = self._run(tokens, limit, eos, stream, first)
 
     def __iter__(self) -> Iterator[Piece]:
         return self
@@ -139,30 +105,22 @@ class Generation:
         limit: int,
         eos: Collection[int],
         stream: TextStream,
-        echo: Callable[[], tuple[str, list[Logprob]]] | None,
+        first: Iterable[Piece],
     ) -> Iterator[Piece]:
         token = None
         try:
-            if echo:
-                self.text, self.logprobs = echo()
-                yield Piece(self.text, [], [*self.logprobs])
+            for piece in first:
+                yield self._add(piece)
             with closing(tokens):
                 for token in tokens:
                     # The last token is not part of the text, although it has one where a file does
                     # not flag it special
                     if token in eos:
                         continue
-                    if self._scorer:
-                        begins = len(self.text) + stream.held_back
-                        self._scored.append(Logprob(*self._scorer.scores[-1], begins))
                     yield self._piece(stream.push(token), [token])
                     if stream.stopped:
                         break
-            text = stream.finish()
-            end = len(self.text + text)
-            if not stream.stopped:
-                end += 1  # tokens without a text may come last
-            yield self._piece(text, [], end)
+            yield self._piece(stream.finish(), [])
             if stream.stopped:
                 self.ended_by = "stop"
             elif token in eos:
@@ -178,20 +136,18 @@ class Generation:
             for do in self._at_end:
                 do()
 
-    def _piece(self, text: str, ids: list[int], end: int | None = None) -> Piece:
-        """end: the log-probabilities of tokens that begin before this character are due, by default
-        those within the text."""
+    def _piece(self, text: str, ids: list[int]) -> Piece:
         self.cached_tokens = self.prompt_tokens - self.timings.prompt_tokens
-        self.text += text
-        self.ids += ids
-        if not self._scored:
-            return Piece(text, ids)
-        if end is None:
-            end = len(self.text)
-        due = [score for score in self._scored if score.begins < end]
-        self._scored = self._scored[len(due) :]
-        self.logprobs += due
-        return Piece(text, ids, due)
+        logprobs = []
+        if self._scorer:
+            logprobs = self._scorer.due(text, ids)
+        return self._add(Piece(text, ids, logprobs))
+
+    def _add(self, piece: Piece) -> Piece:
+        self.text += piece.text
+        self.ids += piece.ids
+        self.logprobs += piece.logprobs
+        return piece
 
 
 # ---- a session
@@ -208,21 +164,27 @@ class Session:
         self,
         model: str | Path,
         *,
+        dtype: str | torch.dtype = "auto",
+        device: str = "auto",
+        ctx_size: int | None = None,
+        backend: str = "auto",
+        format: str | None = None,
+        kv_fp8: bool = False,
+        accumulate: str = "auto",
+        sampling: dict[str, float] | None = None,
         chat_template: str | None = None,
         threads: int | None = None,
         lookup: int | None = None,
         draft: str | None = None,
         draft_max: int = 4,
+        quiet: bool = False,
         ranks: Ranks = Ranks(),
-        **options,
     ):
-        """model: a folder, a GGUF file, or a repository of the hub. options: dtype, of torch or its
-        name, device, ctx_size, backend, format, kv_fp8, accumulate, quiet and sampling, as for
-        checkpoint.load.
-        chat_template: a name or a file, instead of the checkpoint's own. threads: of the CPU; by
-        default one for a small model, otherwise one per core. lookup: propose so many tokens from
-        earlier in the text. draft: a smaller model, which proposes draft_max tokens. Raises
-        ValueError, OSError or MemoryError with a message of one line."""
+        """model: a folder, a GGUF file, or a repository of the hub. dtype to sampling, quiet and
+        ranks: see checkpoint.load. chat_template: a name or a file, instead of the checkpoint's
+        own. threads: of the CPU; by default one for a small model, otherwise one per core. lookup:
+        propose so many tokens from earlier in the text. draft: a smaller model, which proposes
+        draft_max tokens. Raises ValueError, OSError or MemoryError with a message of one line."""
         start = time.perf_counter()
         checkpoint = Checkpoint(find_checkpoint(model))
         config = checkpoint.config
@@ -238,9 +200,18 @@ class Session:
         if draft:
             check_draft(draft, self.tokenizer, config.vocab_size)
         self.ranks = ranks
-        if "dtype" in options:
-            options["dtype"] = dtype_name(options["dtype"])
-        self.model = load(checkpoint, ranks=ranks, **options)
+        options = dict(
+            dtype=dtype_name(dtype),
+            device=device,
+            backend=backend,
+            format=format,
+            kv_fp8=kv_fp8,
+            accumulate=accumulate,
+            sampling=sampling,
+            quiet=quiet,
+            ranks=ranks,
+        )
+        self.model = load(checkpoint, ctx_size=ctx_size, **options)
         if not threads and self.model.device.type == "cpu" and self.model.suits_one_thread:
             torch.set_num_threads(1)
         self.eos: set[int] = {*config.eos_ids, self.tokenizer.eos} - {-1}
@@ -250,8 +221,7 @@ class Session:
             self.speculation = Lookup(lookup)
         if draft:
             # its state will be as large as the model's
-            options["ctx_size"] = self.state.size
-            self.speculation = Draft(draft_max, load(draft, ranks=ranks, **options))
+            self.speculation = Draft(draft_max, load(draft, ctx_size=self.state.size, **options))
         self.sampling: Sampling = self.model.sampling  # the checkpoint's own
         self.timings = Timings()  # of all that was generated
         self.load_seconds = time.perf_counter() - start
@@ -304,16 +274,17 @@ class Session:
         self.model.check(prompt)
         self.state.check_room(len(prompt) - self.state.pos)
         self.end()
+        stream = TextStream(self.tokenizer, strip_space, stop)
+        timings = Timings()
         decode = scorer = None
         if self.speculation:
             decode = self.speculation.decode
         if logprobs is not None:
-            scorer = Scorer(logprobs)
+            scorer = Scorer(logprobs, stream)
             decode = scorer.decode
-        timings = Timings()
-        echoed = None
+        first = ()
         if echo:
-            echoed = lambda: (text, self._prompt_scores(prompt, logprobs, timings, progress))
+            first = self._echo(text, prompt, scorer, timings, progress)
         tokens = generate(
             self.model,
             prompt,
@@ -326,8 +297,7 @@ class Session:
             progress=progress,
             decode=decode,
         )
-        stream = TextStream(self.tokenizer, strip_space, stop)
-        self._generation = Generation(len(prompt), tokens, timings, n, eos, stream, scorer, echoed)
+        self._generation = Generation(len(prompt), tokens, timings, n, eos, stream, scorer, first)
         self._generation.at_end(lambda: self._count(timings))
         return self._generation
 
@@ -342,7 +312,7 @@ class Session:
         first = [i for i in (self.tokenizer.bos, self.tokenizer.eos) if i >= 0][:1]
         return self.tokenizer.encode(text) or first
 
-    def text_of(self, token: int) -> str:
+    def token_text(self, token: int) -> str:
         """The text of a single token: of a control token, its name. Bytes that are no whole
         character become U+FFFD."""
         if name := self._control_names.get(token):
@@ -415,40 +385,19 @@ class Session:
             text += f", {model.accumulate} sums for prompts"
         return text
 
-    @torch.inference_mode()
-    def _prompt_scores(
+    def _echo(
         self,
+        text: str,
         prompt: list[int],
-        k: int | None,
+        scorer: Scorer | None,
         timings: Timings,
         progress: Callable[[int, int], None] | None,
-    ) -> list[Logprob]:
-        """The log-probabilities of a prompt's tokens; none if k is None. All but the last one are
-        evaluated here, a few at a time, since a large vocabulary makes the logits of many too
-        large."""
-        if k is None:
-            return []
-        start = time.perf_counter()
-        state = self.state
-        state.truncate(0)
-        stream = TextStream(self.tokenizer, self.tokenizer.vocabulary.adds_space)
-        at_once = max(1, SCORED_AT_ONCE // self.model.config.vocab_size)
-        scores = [Logprob(prompt[0], None, [], 0)]
-        end = len(stream.push(prompt[0]))
-        for first in range(0, len(prompt) - 1, at_once):
-            part = prompt[first : min(first + at_once, len(prompt) - 1)]
-            logprobs = self.model.forward(part, state).log_softmax(-1)
-            best = logprobs.topk(min(k, logprobs.shape[1]))
-            best = zip(best.indices.tolist(), best.values.tolist())
-            for token, row, pairs in zip(prompt[first + 1 :], logprobs, best):
-                begins = end + stream.held_back
-                scores.append(Logprob(token, float(row[token]), list(zip(*pairs)), begins))
-                end += len(stream.push(token))
-            if progress:
-                progress(state.pos, len(prompt))
-        timings.prompt_tokens += state.pos
-        timings.prompt_seconds += time.perf_counter() - start
-        return scores
+    ) -> Iterator[Piece]:
+        """A prompt as a piece; if there is a scorer, with its tokens' log-probabilities."""
+        logprobs = []
+        if scorer:
+            logprobs = scorer.echo(text, prompt, self.model, self.state, timings, progress)
+        yield Piece(text, [], logprobs)
 
     def _count(self, timings: Timings) -> None:
         self.timings += timings
@@ -571,8 +520,8 @@ class Conversation:
         prompt = self.session.render([*self.system, *turns, new])
         if len(prompt.ids) + min(size // 4, 256) <= size:
             return prompt, turns
-        alone = self.length_with(message, self.system, "the message")
-        while turns and len(prompt.ids) > max(size // 2, alone):
+        self.length_with(message, self.system, "the message")
+        while turns and len(prompt.ids) > size // 2:
             if len(turns) > 2:
                 turns = turns[2:]
             else:
@@ -616,12 +565,9 @@ class Conversation:
 
 def dropped_part(turns: list[Message], kept: list[Message]) -> str:
     """What of these turns is not among those kept, in words; empty if all of it is."""
-    if kept is turns:
-        return ""
     parts = []
     if count := (len(turns) - len(kept)) // 2:
         parts.append(f"{count} of {len(turns) // 2} turns")
     if kept and kept[-1] != turns[-1]:
-        cut = len(turns[-1]["content"]) - len(kept[-1]["content"])
-        parts.append(f"{cut} characters of the last answer")
+        parts.append("the beginning of the last answer")
     return " and ".join(parts)

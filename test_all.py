@@ -97,14 +97,7 @@ from kernels import FORMATS, PRODUCTS
 from model import BANNED, LENGTHS, PROMPT_CHUNK, Config, Llama, State, Timings, captured, generate
 from sampling import Sampler, Sampling
 from session import Conversation, Session
-from tokenizer import (
-    TEMPLATES,
-    Prompt,
-    TextStream,
-    Tokenizer,
-    encode_continuation,
-    find_template,
-)
+from tokenizer import Prompt, TextStream, Tokenizer, encode_continuation
 from training import ops as training
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
@@ -2512,19 +2505,6 @@ def test_texts_in_any_order(tiny_session, tiny_model):
     assert silent.text == "" and [score.id for score in silent.logprobs] == [tokenizer.bos] * 3
 
 
-def test_scores_of_a_prompt(tiny_session, tiny_model, monkeypatch):
-    """Of which three tokens are evaluated at a time."""
-    monkeypatch.setattr("session.SCORED_AT_ONCE", 3 * tiny_model.config.vocab_size)
-    ids = tiny_session.tokenizer.encode("Once upon a time there was a fox")
-    generation = tiny_session.generate(ids, n=0, logprobs=2, echo=True).finish()
-    first, *scores = generation.logprobs
-    assert (first.id, first.logprob) == (ids[0], None)
-    assert [score.id for score in scores] == ids[1:]
-    for row, score in zip(logits_of(tiny_model, ids).log_softmax(1), scores):
-        assert score.logprob == pytest.approx(float(row[score.id]), abs=1e-3)
-        assert [id for id, _ in score.best] == row.topk(2).indices.tolist()
-
-
 def test_cached_tokens_of_a_prompt(tiny_session):
     """None are known to be before something is evaluated."""
     ids = tiny_session.tokenizer.encode("Once upon a time there was a fox")
@@ -2682,6 +2662,12 @@ def test_session_names_of_dtypes_and_paths(tiny, monkeypatch, tmp_path):
     (tmp_path / "mine").mkdir()
     with pytest.raises(OSError, match="no folder mine/model here"):
         Session("mine/model")
+
+
+def test_sessions_load_by_default_what_load_does():
+    ours, theirs = (inspect.signature(function).parameters for function in (Session, load))
+    for name in theirs.keys() - {"name"}:
+        assert ours[name].default == theirs[name].default, name
 
 
 def test_stop_strings_with_control_tokens():
@@ -3388,11 +3374,16 @@ ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="
 FEW_LETTERS = st.text("ab é🐢", max_size=12)
 
 
+def encode_after(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of text that continues other text, as those of a chat do."""
+    return tokenizer.vocabulary.encode_chat(text, [], after=True)
+
+
 def in_parts(tokenizer: Tokenizer, text: str, cuts: list[int]) -> list[int]:
     """The ids of a text that was cut at these characters."""
     ends = sorted(cut % (len(text) + 1) for cut in cuts) + [len(text)]
     parts = [text[a:b] for a, b in zip([0, *ends], ends)]
-    first, *others = map(tokenizer.vocabulary.encode_after, ["x" + parts[0], *parts[1:]])
+    first, *others = (encode_after(tokenizer, part) for part in ["x" + parts[0], *parts[1:]])
     return [*first[1:], *itertools.chain(*others)]
 
 
@@ -3410,7 +3401,7 @@ def test_tokenizer_round_trip(tiny, text, before):
     if "\ufffd" not in text:
         assert not any("\ufffd" in piece for piece in pieces), "a character was cut in two"
     if before:
-        joined = tokenizer.encode(before) + tokenizer.vocabulary.encode_after(text)
+        joined = tokenizer.encode(before) + encode_after(tokenizer, text)
         assert tokenizer.decode(joined) == before + text
     words = tokenizer.encode("time", bos=False)
     assert "".join(streamed(tokenizer, words)) == " time", "text goes on with its space"
@@ -3473,80 +3464,6 @@ def test_ids_and_bytes_that_are_no_text(tiny, raw):
     text = tokenizer.vocabulary.sp.decode(ids)
     assert "".join(streamed(tokenizer, ids)) == text
     assert tokenizer.decode(ids) == text
-
-
-TEXTS = {  # what our templates write, after bos, of a talk with and one without an answer
-    "llama2": "[INST] <<SYS>>\nS\n<</SYS>>\n\nU [/INST] A </s><s>[INST] V [/INST]",
-    "mistral": "[INST] S\n\nU [/INST] A</s>[INST] V [/INST]",
-    "zephyr": "<|system|>\nS</s>\n<|user|>\nU</s>\n<|assistant|>\nA</s>\n<|user|>\nV</s>\n<|assistant|>\n",
-    "vicuna": "S USER: U ASSISTANT: A</s>USER: V ASSISTANT:",
-    "chatml": "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
-    "<|im_start|>user\nV<|im_end|>\n<|im_start|>assistant\n",
-    "plain": "S\nUA\nV",
-}
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_template_texts(tiny, name):
-    """What is no conversation is refused, as is a system prompt within one where only the first has
-    a place."""
-    t = Tokenizer(tiny, chat_template=name)
-    prompt = t.chat_prompt(conversation("U", "A", "V", system="S"))
-    assert prompt.text == "<s>" + TEXTS[name]
-    # control tokens, and between them what SentencePiece makes of the text
-    ids = [t.bos]
-    for part in re.split("(</?s>)", TEXTS[name]):
-        ids += [t.control[part]] if part in t.control else t.vocabulary.sp.encode(part)
-    assert prompt.ids == ids
-    for wrong in ([], ["U"], [{"role": "user"}]):
-        with pytest.raises(TypeError, match="a conversation is a list of dicts"):
-            t.apply_chat_template(wrong)
-    if name in ("llama2", "mistral"):
-        with pytest.raises(ValueError, match="chat template says: a system prompt comes first"):
-            t.chat_prompt(conversation("U", "A") + conversation("V", system="S"))
-
-
-def test_find_template(tmp_path):
-    folder = tmp_path / "vicuna-7b"
-    cached = tmp_path / "models--meta-llama--Llama-2-7b-chat-hf/snapshots/abc"
-    folder.mkdir()
-    own = {"chat_template": "own"}
-    several = [{"name": "default", "template": "x"}, {"name": "tool"}]
-    assert find_template(folder, {}) == (TEMPLATES["vicuna"], "vicuna (from the folder's name)")
-    assert find_template(cached, {})[0] == TEMPLATES["llama2"]
-    assert find_template(tmp_path, {}) == (TEMPLATES["plain"], "")
-    assert find_template(folder, own)[0] == "own"
-    assert find_template(folder, {"chat_template": several})[0] == "x"
-    assert find_template(folder, {"chat_template": {"rag": "y", "default": "x"}})[0] == "x"
-    (folder / "chat_template.jinja").write_text("from the file")
-    assert find_template(folder, own)[0] == "from the file"
-    assert find_template(folder, own, "zephyr") == (TEMPLATES["zephyr"], "zephyr (given)")
-    neither = "is not a chat template: neither one of llama2, zephyr"
-    for name in ("not-there", "."):
-        with pytest.raises(FileNotFoundError, match=neither):
-            find_template(folder, own, name)
-
-
-REFUSED = {  # templates, and what is said of them
-    "raises": (
-        "{{ raise_exception('only\nthe king may speak') }}",
-        "the chat template says: only the king may speak",
-    ),
-    "is wrong": ("{% if %}", "the chat template says"),
-    "reaches out": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "is unsafe"),
-    "changes the messages": ("{{ messages.append(1) }}", "is unsafe"),
-    "includes": ("{% include '/etc/passwd' %}", "the chat template says"),
-    "calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
-    "is large": ("{{ 'x' * 10 ** 15 }}", "MemoryError"),
-    "writes nothing": ("{% if 0 %}x{% endif %}", "writes nothing for this conversation"),
-}
-
-
-@pytest.mark.parametrize("text, expected", REFUSED.values(), ids=REFUSED)
-def test_template_errors(cli, tiny, tmp_path, text, expected):
-    (tmp_path / "template").write_text(text)
-    flags = ("--chat-template", tmp_path / "template", "--quiet", "-p", "hello")
-    assert_refused(cli("-m", tiny, "--chat", *flags), expected)
 
 
 def test_half_typed_control_tokens(tiny):
@@ -3836,7 +3753,7 @@ def test_tokenizer_json_equals_transformers(tmp_path, family):
         assert "".join(pieces) == ours.decode(ids) == theirs.decode(ids), (text,)
         assert not any("\ufffd" in piece for piece in pieces), (text,)
         split = random.randrange(1, len(text) + 2)
-        joined = ours.encode(text[:split], bos=False) + ours.vocabulary.encode_after(text[split:])
+        joined = ours.encode(text[:split], bos=False) + encode_after(ours, text[split:])
         # "pieces" begin with a space, unless the text does
         whole = text.removeprefix(" ") if CHAT_FAMILIES[family][0] == "pieces" else text
         assert ours.decode(ids) == ours.decode(joined) == whole, (text, split)
@@ -3972,7 +3889,7 @@ def test_answers_keep_their_tokens(tmp_path, family):
     prompt = t.chat_prompt(asked)
     for answer in (" \n ", "", "a tale"):
         # Not the tokens that the whole text would have
-        letters = [i for letter in answer for i in t.vocabulary.encode_after(letter)]
+        letters = [i for letter in answer for i in encode_after(t, letter)]
         past = Prompt(prompt.text, prompt.ids + letters, answer)
         second = conversation("tell me", answer, "go on")
         assert t.chat_prompt(asked, past=past) == prompt, "it is continued, not given again"

@@ -1,9 +1,12 @@
-"""Text to ids and back: SentencePiece and tokenizer.json, chat templates, and streaming that splits
-no character.
+"""Text to ids and back: SentencePiece and tokenizer.json, conversations, and streaming that splits no
+character.
+
+A Vocabulary encodes text and knows the bytes of each token. A Tokenizer reads one from a checkpoint,
+and makes Prompts of conversations. A TextStream makes text of ids as they come.
 
 Tokenizers and templates come with a checkpoint, so they are not trusted: only regular files of a
-sane size are read, a template runs in Jinja's sandbox, errors are one line, and only the template
-itself writes control tokens. None of this needs torch."""
+sane size are read, a template runs in Jinja's sandbox (see extra/chat_templates.py), errors are one
+line, and only the template itself writes control tokens. None of this needs torch."""
 
 import codecs
 import functools
@@ -16,7 +19,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from extra.files import one_line, one_line_errors, read_bytes, read_json, read_text
+from extra.chat_templates import find_template, render
+from extra.files import one_line_errors, read_bytes, read_json
 from extra.gguf import TURN_MARKS, read_header, tokenizer_files
 from extra.hub import find_gguf
 
@@ -25,103 +29,6 @@ PADDING = 4096
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 Span = tuple[int, int]  # of characters: start, end
-
-
-# ---- chat templates: the checkpoint's own, and ours for those without one
-
-TEMPLATES = {
-    "llama2": """\
-{% if messages[0]['role'] == 'system' %}{% set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}\
-{% set messages = messages[1:] %}{% endif %}{% for message in messages %}{% if message['role'] == 'user' %}\
-{{ bos_token ~ '[INST] ' ~ ((system if loop.first else '') ~ message['content']).strip() ~ ' [/INST]' }}\
-{% elif message['role'] == 'assistant' %}{{ ' ' ~ message['content'].strip() ~ ' ' ~ eos_token }}\
-{% else %}{{ raise_exception('a system prompt comes first') }}{% endif %}{% endfor %}""",
-    "zephyr": """\
-{{ bos_token }}{% for message in messages %}\
-{{ '<|' ~ message['role'] ~ '|>\\n' ~ message['content'] ~ eos_token ~ '\\n' }}{% endfor %}\
-{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}""",
-    "vicuna": """\
-{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}{{ message['content'] + ' ' }}\
-{% elif message['role'] == 'user' %}{{ 'USER: ' + message['content'] + ' ASSISTANT:' }}\
-{% else %}{{ ' ' ~ message['content'].strip() ~ eos_token }}{% endif %}{% endfor %}""",
-    "chatml": """\
-{{ bos_token }}{% for message in messages %}\
-{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endfor %}\
-{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}""",
-    "mistral": """\
-{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] + '\\n\\n' %}\
-{% set messages = messages[1:] %}{% endif %}{% for message in messages %}{% if message['role'] == 'user' %}\
-{{ '[INST] ' ~ ((system if loop.first else '') ~ message['content']).strip() ~ ' [/INST]' }}\
-{% elif message['role'] == 'assistant' %}{{ ' ' ~ message['content'].strip() ~ eos_token }}\
-{% else %}{{ raise_exception('a system prompt comes first') }}{% endif %}{% endfor %}""",
-    "plain": """\
-{{ bos_token }}{% for message in messages %}\
-{{ message['content'] + ('' if message['role'] == 'user' else '\\n') }}{% endfor %}""",
-}
-
-
-def find_template(folder: Path, config: dict, choice: str | None = None) -> tuple[str, str]:
-    """A checkpoint's template, and where it comes from ("" for plain text if it has none). config:
-    its tokenizer_config.json. choice: one of our names, or a file. Llama 2 in Meta's layout and
-    Vicuna, which have none, are recognised by the folder's path. Raises ValueError, OSError."""
-    if choice in TEMPLATES:
-        return TEMPLATES[choice], f"{choice} (given)"
-    if choice is not None:
-        file = Path(choice)
-        if not file.is_file():
-            raise FileNotFoundError(
-                f"{file} is not a chat template: neither one of {', '.join(TEMPLATES)} nor a file"
-            )
-        return read_text(file), f"{choice} (given)"
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return read_text(file), f"the checkpoint's own ({file.name})"
-    own = config.get("chat_template")
-    if isinstance(own, list):  # several, by name
-        own = {str(t.get("name")): t.get("template") for t in own if isinstance(t, dict)}
-    if isinstance(own, dict):
-        own = own.get("default")
-    if isinstance(own, str):
-        return own, "the checkpoint's own"
-    path = str(folder.absolute()).lower()
-    for pattern, name in ("llama-2[^/]*chat", "llama2"), ("vicuna", "vicuna"):
-        if re.search(pattern, path):
-            return TEMPLATES[name], f"{name} (from the folder's name)"
-    return TEMPLATES["plain"], ""
-
-
-def render(template: str, **variables) -> str:
-    """What a template writes. Raises ValueError where it is wrong or refuses the messages."""
-    try:
-        return compiled(template).render(variables)
-    except Exception as error:
-        said = str(error) or type(error).__name__
-        raise ValueError(one_line(f"the chat template says: {said}")) from None
-
-
-@functools.cache
-def compiled(template: str):
-    """The template in Jinja's immutable sandbox, set up as by transformers
-    (utils/chat_template_utils.py)."""
-    from datetime import datetime
-
-    import jinja2
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def raise_exception(message: str):
-        raise jinja2.TemplateError(message)
-
-    extensions = ["jinja2.ext.loopcontrols"]
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=extensions
-    )
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    # {% generation %} marks what the assistant says, for training; here it is a block without an
-    # effect
-    template = re.sub(r"({%[-+]?\s*(?:end)?)generation(\s*[-+]?%})", r"\1with\2", template)
-    return environment.from_string(template)
 
 
 # ---- vocabularies
@@ -196,13 +103,6 @@ class Vocabulary:
                 ids += encode_continuation(text[begin:end], lambda part: self._encode(part)[0])
         return ids
 
-    def encode_after(self, text: str) -> list[int]:
-        """Encode text that continues other text: without the space that some vocabularies put
-        before a text."""
-        if self.adds_space and text:
-            return encode_continuation(text, self.encode)
-        return self.encode(text)
-
     def encode_chat(self, text: str, control: list[Span], after: bool) -> list[int]:
         """A rendered conversation, or (after) the rest of one. control: spans of control tokens;
         what else looks like one is text."""
@@ -265,8 +165,8 @@ class SentencePiece(Vocabulary):
         self.size_with_added = max([self.size - 1, *added]) + 1
         for i, piece in enumerate(pieces):
             # of the turn marks only user-defined symbols are always found
-            mark = piece in TURN_MARKS and i in self.sp.encode(piece)
-            if i not in added and (mark or self.sp.is_control(i)):
+            turn_mark = piece in TURN_MARKS and i in self.sp.encode(piece)
+            if i not in added and (turn_mark or self.sp.is_control(i)):
                 self.control[piece] = i
         found = [piece for i, piece in enumerate(pieces) if not self.sp.is_control(i)]
         self._in_text = any_of(self.control.keys() & found)
@@ -314,7 +214,7 @@ class SentencePiece(Vocabulary):
         it."""
         words = [word.span() for word in self._word.finditer(text)]
         ids = self._joined(text, words, self._words, self._encode_pieces)
-        return ids, [mark.start() for mark in self._in_text.finditer(text)]
+        return ids, [found.start() for found in self._in_text.finditer(text)]
 
     def _encode_pieces(self, text: str) -> list[int]:
         ids = self.sp.encode(text)
@@ -374,10 +274,17 @@ def add_named(added: dict[int, dict], config: dict, pieces: dict[str, int]) -> N
         if isinstance(more, list):
             named += more
     texts = {token["content"] for token in added.values()}
-    for text in map(text_of, named):
+    for text in map(content_of, named):
         i = pieces.get(text, -1)
         if text not in texts and i >= 0 and i not in added:
             added[i] = ADDED | {"id": i, "content": text}
+
+
+def content_of(token: object) -> str | None:
+    """The text of a token that a configuration describes, None if it describes none."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
 
 
 class TokenizerJson(Vocabulary):
@@ -592,7 +499,7 @@ class Tokenizer:
         self._endings = {name[n:] for name in self.control for n in range(1, len(name))}
         self.named = dict(self.vocabulary.named)
         for name in NAMES:
-            if text := text_of(self.config.get(name)):
+            if text := content_of(self.config.get(name)):
                 self.named[name] = text
         if bos_id is None:
             bos_id = -1
@@ -713,27 +620,27 @@ class Tokenizer:
     def _render(self, messages: list[dict], add_generation_prompt: bool) -> tuple[str, list[Span]]:
         """The text of a conversation, and where the template wrote control tokens.
 
-        A character that occurs nowhere else marks what is typed: in messages it is put before what
-        looks like a control token, or could become one together with what the template writes
-        around the message. No mark stands in a token or after it, since templates look for
-        "</think>" and strip what follows."""
+        A sentinel, which is a character that occurs nowhere else, marks what is typed: in messages
+        it is put before what looks like a control token, or could become one together with what the
+        template writes around the message. None stands in a token or after it, since templates look
+        for "</think>" and strip what follows."""
         typed = _checked("".join(message["content"] for message in messages))
         everything = self.chat_template + typed
         private = map(chr, range(0x10FFFD, 0xFFFFF, -1))  # plane 16, for private use
-        mark = next(c for c in private if c not in everything)
+        sentinel = next(c for c in private if c not in everything)
         marked = []
         for message in messages:
-            content = self._marked(message["content"], mark)
+            content = self._marked(message["content"], sentinel)
             marked.append({"role": message["role"], "content": content})
         variables = dict(
             messages=marked, add_generation_prompt=add_generation_prompt, tools=None, documents=None
         )
-        parts = render(self.chat_template, **variables, **self.named).split(mark)
-        marks = {*accumulate(map(len, parts[:-1]))}
+        parts = render(self.chat_template, **variables, **self.named).split(sentinel)
+        typed_at = {*accumulate(map(len, parts[:-1]))}
         text = "".join(parts)
-        return text, [span for span in self._control_in(text) if marks.isdisjoint(range(*span))]
+        return text, [span for span in self._control_in(text) if typed_at.isdisjoint(range(*span))]
 
-    def _marked(self, content: str, mark: str) -> str:
+    def _marked(self, content: str, sentinel: str) -> str:
         start = len(content) - len(content.lstrip())
         end = len(content.rstrip())
         places = {begin for begin, _ in self._control_in(content)}
@@ -743,18 +650,11 @@ class Tokenizer:
         if any(content[start : start + n] in self._endings for n in range(1, self._longest)):
             places.add(start)
         cuts = [0, *sorted(places), len(content)]
-        return mark.join(content[begin:end] for begin, end in pairwise(cuts))
+        return sentinel.join(content[begin:end] for begin, end in pairwise(cuts))
 
     def _control_in(self, text: str) -> list[Span]:
         """Where control tokens are in a text; of several that begin at one place, the longest."""
         return [found.span() for found in self.control_pattern.finditer(text)]
-
-
-def text_of(token: object) -> str | None:
-    """The text of a token that a configuration describes, None if it describes none."""
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
 
 
 def _checked(text: str) -> str:
@@ -763,6 +663,8 @@ def _checked(text: str) -> str:
         raise ValueError(f"the text is not UTF-8: {what}")
     return text
 
+
+# ---- ids to text, as they come
 
 SURROGATES = dict.fromkeys(range(0xDC80, 0xDD00), "\ufffd")
 

@@ -21,10 +21,10 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from extra.chat_templates import TEMPLATES
 from extra.files import one_line, text_of
 from extra.hub import local_checkpoint
 from extra.settings import SETTINGS
-from tokenizer import TEMPLATES
 
 if TYPE_CHECKING:  # they import torch
     from extra.parallel import Ranks

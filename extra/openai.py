@@ -29,7 +29,8 @@ from extra.files import one_line
 from extra.settings import FILTERS, RANDOM, SETTINGS, Setting
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
-    from session import Generation, Logprob, Session
+    from extra.logprobs import Logprob
+    from session import Generation, Session
 
 # ---- errors
 
@@ -355,7 +356,7 @@ class ChatCompletionRequest(GenerationRequest):
     def scores(self, logprobs: Sequence[Logprob], session: Session) -> dict:
         def of(id: int, value: float) -> dict:
             raw = session.tokenizer.bytes_of(id)
-            return {"token": session.text_of(id), "logprob": value, "bytes": [*raw]}
+            return {"token": session.token_text(id), "logprob": value, "bytes": [*raw]}
 
         content = []
         for score in logprobs:
@@ -391,10 +392,10 @@ class CompletionRequest(GenerationRequest):
             if score.logprob is None:
                 return None
             pairs = [*score.best, (score.id, score.logprob)]
-            return {session.text_of(id): value for id, value in pairs}
+            return {session.token_text(id): value for id, value in pairs}
 
         return {
-            "tokens": [session.text_of(score.id) for score in logprobs],
+            "tokens": [session.token_text(score.id) for score in logprobs],
             "token_logprobs": [score.logprob for score in logprobs],
             "top_logprobs": [*map(best_of, logprobs)] if self.logprobs else None,
             "text_offset": [score.begins for score in logprobs],

@@ -74,6 +74,7 @@ from test_all import (
     decode_in_graphs,
     dense,
     edit,
+    encode_after,
     encoded,
     equals_reference,
     examples,
@@ -107,6 +108,7 @@ from test_all import (
     tiny,
     tiny_model,
     tiny_saved,
+    tiny_session,
     train_byte_pairs,
     write,
 )
@@ -125,6 +127,7 @@ from extra import gguf as ggml
 from extra import sizes as launch_sizes
 from extra.chat import Chat, Output, Printer
 from extra.chat import columns as columns_of
+from extra.chat_templates import TEMPLATES, find_template
 from extra.hardware import check_groups, check_memory
 from extra.hub import local_checkpoint, pick_gguf
 from extra.int4 import INT4
@@ -140,7 +143,7 @@ from kernels import FORMATS, PRODUCTS
 from model import PROMPT_CHUNK, Llama, State, generate, rope_table
 from sampling import Sampling
 from session import Conversation, Session, dropped_part
-from tokenizer import TEMPLATES, Tokenizer, find_template
+from tokenizer import Tokenizer
 
 # padding, and values not finite on purpose
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
@@ -2047,7 +2050,7 @@ def test_gguf_sentencepiece(tmp_path):
     ours = tokenizer(4096, {})
     for text in GGUF_TEXTS:
         assert ours.encode(text) == original.encode(text)
-        assert ours.vocabulary.encode_after(text) == original.vocabulary.encode_after(text)
+        assert encode_after(ours, text) == encode_after(original, text)
         assert ours.decode(ours.encode(text)) == original.decode(original.encode(text))
     assert (ours.bos, ours.eos, ours.control) == (1, 2, original.control)
     chat = conversation("Hello </s>", "Hello </s>", "Hello </s>", system="Hello </s>")
@@ -3098,6 +3101,99 @@ if __name__ == "__main__":  # started by the tests of several ranks: "forks" or 
         )
 
 
+# ---- logprobs.py: those of a text are tested with sessions
+
+
+def test_scores_of_a_prompt(tiny_session, tiny_model, monkeypatch):
+    """Of which three tokens are evaluated at a time."""
+    monkeypatch.setattr("extra.logprobs.AT_ONCE", 3 * tiny_model.config.vocab_size)
+    ids = tiny_session.tokenizer.encode("Once upon a time there was a fox")
+    generation = tiny_session.generate(ids, n=0, logprobs=2, echo=True).finish()
+    first, *scores = generation.logprobs
+    assert (first.id, first.logprob) == (ids[0], None)
+    assert [score.id for score in scores] == ids[1:]
+    for row, score in zip(logits_of(tiny_model, ids).log_softmax(1), scores):
+        assert score.logprob == pytest.approx(float(row[score.id]), abs=1e-3)
+        assert [id for id, _ in score.best] == row.topk(2).indices.tolist()
+
+
+# ---- chat_templates.py
+
+
+TEXTS = {  # what our templates write, after bos, of a talk with and one without an answer
+    "llama2": "[INST] <<SYS>>\nS\n<</SYS>>\n\nU [/INST] A </s><s>[INST] V [/INST]",
+    "mistral": "[INST] S\n\nU [/INST] A</s>[INST] V [/INST]",
+    "zephyr": "<|system|>\nS</s>\n<|user|>\nU</s>\n<|assistant|>\nA</s>\n<|user|>\nV</s>\n<|assistant|>\n",
+    "vicuna": "S USER: U ASSISTANT: A</s>USER: V ASSISTANT:",
+    "chatml": "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
+    "<|im_start|>user\nV<|im_end|>\n<|im_start|>assistant\n",
+    "plain": "S\nUA\nV",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_template_texts(tiny, name):
+    """What is no conversation is refused, as is a system prompt within one where only the first has
+    a place."""
+    t = Tokenizer(tiny, chat_template=name)
+    prompt = t.chat_prompt(conversation("U", "A", "V", system="S"))
+    assert prompt.text == "<s>" + TEXTS[name]
+    # control tokens, and between them what SentencePiece makes of the text
+    ids = [t.bos]
+    for part in re.split("(</?s>)", TEXTS[name]):
+        ids += [t.control[part]] if part in t.control else t.vocabulary.sp.encode(part)
+    assert prompt.ids == ids
+    for wrong in ([], ["U"], [{"role": "user"}]):
+        with pytest.raises(TypeError, match="a conversation is a list of dicts"):
+            t.apply_chat_template(wrong)
+    if name in ("llama2", "mistral"):
+        with pytest.raises(ValueError, match="chat template says: a system prompt comes first"):
+            t.chat_prompt(conversation("U", "A") + conversation("V", system="S"))
+
+
+def test_find_template(tmp_path):
+    folder = tmp_path / "vicuna-7b"
+    cached = tmp_path / "models--meta-llama--Llama-2-7b-chat-hf/snapshots/abc"
+    folder.mkdir()
+    own = {"chat_template": "own"}
+    several = [{"name": "default", "template": "x"}, {"name": "tool"}]
+    assert find_template(folder, {}) == (TEMPLATES["vicuna"], "vicuna (from the folder's name)")
+    assert find_template(cached, {})[0] == TEMPLATES["llama2"]
+    assert find_template(tmp_path, {}) == (TEMPLATES["plain"], "")
+    assert find_template(folder, own)[0] == "own"
+    assert find_template(folder, {"chat_template": several})[0] == "x"
+    assert find_template(folder, {"chat_template": {"rag": "y", "default": "x"}})[0] == "x"
+    (folder / "chat_template.jinja").write_text("from the file")
+    assert find_template(folder, own)[0] == "from the file"
+    assert find_template(folder, own, "zephyr") == (TEMPLATES["zephyr"], "zephyr (given)")
+    neither = "is not a chat template: neither one of llama2, zephyr"
+    for name in ("not-there", "."):
+        with pytest.raises(FileNotFoundError, match=neither):
+            find_template(folder, own, name)
+
+
+REFUSED = {  # templates, and what is said of them
+    "raises": (
+        "{{ raise_exception('only\nthe king may speak') }}",
+        "the chat template says: only the king may speak",
+    ),
+    "is wrong": ("{% if %}", "the chat template says"),
+    "reaches out": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "is unsafe"),
+    "changes the messages": ("{{ messages.append(1) }}", "is unsafe"),
+    "includes": ("{% include '/etc/passwd' %}", "the chat template says"),
+    "calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    "is large": ("{{ 'x' * 10 ** 15 }}", "MemoryError"),
+    "writes nothing": ("{% if 0 %}x{% endif %}", "writes nothing for this conversation"),
+}
+
+
+@pytest.mark.parametrize("text, expected", REFUSED.values(), ids=REFUSED)
+def test_template_errors(cli, tiny, tmp_path, text, expected):
+    (tmp_path / "template").write_text(text)
+    flags = ("--chat-template", tmp_path / "template", "--quiet", "-p", "hello")
+    assert_refused(cli("-m", tiny, "--chat", *flags), expected)
+
+
 # ---- extra/chat.py: conversations
 
 
@@ -3206,8 +3302,7 @@ def test_what_fits_into_the_context(tiny):
             end = answer["content"].strip()
             assert message == rest[0] and end and whole["content"].endswith(end)
             assert length(rest) > 32 and 32 - len(prompt.ids) < 8, "more than needed is cut"
-            cut = len(whole["content"]) - len(answer["content"])
-            expected.append(f"{cut} characters of the last answer")
+            expected.append("the beginning of the last answer")
         assert dropped == " and ".join(expected)
 
     check()
