@@ -4,8 +4,10 @@ Files without a place beside them lie in extra/.
       a name: "owner/name", a folder or a GGUF file
     1   |  hub.py        finds it on this machine, or downloads it
       a path
-    2   |  sources.py    which layout is it: Hugging Face's, Meta's, GGUF, or --save's? How each
-        |               stores its tensors is read best with step 5
+    2   |  headers.py    where tensors lie in files, and the header of a safetensors file
+        |  torchfile.py  the header, as it were, of a file that torch.save wrote
+        |  sources.py    which layout is it: Hugging Face's, Meta's, GGUF, or --save's? And what lies
+        |               where in each
       a Source
     3   |  config.py     reads config.json or params.json, and refuses what is not supported
         |  families.py   what tells Llama, Qwen3 and other families apart: a row each
@@ -13,10 +15,10 @@ Files without a place beside them lie in extra/.
       a Config
     4   |  names.py      the tensors of such a model, and what each layout calls their parts
       names and shapes
-    5   |  reading.py    tensors in files: where they lie, and reading some rows of several at once
-        |  tensors.py    the tensors of a model, made of these. Only headers are read, and checked
-        |  torchfile.py  the header, as it were, of a file that torch.save wrote
+    5   |  reading.py    reads tensors in files, some rows of several at once
         |  schemes.py    how other programs store the matrices that they have quantised
+        |  tensors.py    a tensor of a model, made of those in files
+        |  layouts.py    all tensors of a model, made of a Source's. Only headers are read, and checked
       a Checkpoint: the Config and its tensors
     6   |  hardware.py   chooses device, type and backend, and asks whether it all fits into memory
     7   |  Loader        (here) copies them to the device. A matrix stays in floats, is encoded
@@ -30,7 +32,7 @@ and joins them. Under it, FileTensors say where the bytes lie in files. A Source
 by piece, while the next pieces are on their way from the files (reading.py), and each piece knows
 which rows of the tensor it is, so that the Loader only copies it there.
 
-Only hub.py and a Source know a layout. files.py opens all files, since none is trusted. save.py
+Only hub.py, sources.py and layouts.py know a layout. files.py opens all files, since none is trusted. save.py
 goes the other way, and writes the weights of a Loader to a folder."""
 
 from __future__ import annotations
@@ -58,6 +60,7 @@ from extra.hardware import (
     pick_device,
     pick_dtype,
 )
+from extra.layouts import tensors_for
 from extra.names import (
     CUT,
     Formats,
@@ -224,7 +227,7 @@ class Checkpoint:
         self.source = source_of(folder)
         config = self.source.config()
         self.format = self.source.format  # of the matrices, if --save has encoded them
-        self.config, self.tensors = self.source.tensors(config)
+        self.config, self.tensors = tensors_for(self.source, config)
 
     @property
     def dtype(self) -> torch.dtype:

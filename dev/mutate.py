@@ -208,7 +208,7 @@ MUTANTS = [
     Mutant("extra/config.py", ' or f.ids("eos_token_id", vocab_size)', "", "config_eos"),
     Mutant("extra/config.py", "fields | _said(last)", "_said(last) | fields", "places_of_rope"),
     Mutant(
-        "extra/sources.py",
+        "extra/layouts.py",
         "or not equal(one, other)",
         "or equal(one, other)",
         "tied_embeddings",

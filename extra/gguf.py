@@ -351,7 +351,7 @@ def config_json(gguf: GGUF) -> dict[str, Any]:
         "sliding_window": said("attention.sliding_window") or None,
         "use_sliding_window": bool(said("attention.sliding_window")),
         "max_window_layers": 0,
-        "attention_bias": True,  # where there are such tensors: see Source.without_absent_biases
+        "attention_bias": True,  # where there are such tensors: see layouts.py
         "mlp_bias": True,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "torch_dtype": _dtype(gguf),

@@ -1,87 +1,28 @@
-"""Step 5 of loading (see checkpoint.py): the tensors in files, and the SourceTensors that the loader
-reads, one for each tensor of the model. These are floats in one file or in several, matrices that
-others have quantised, matrices that `--save` wrote, or several of them joined. Only headers are
-read until rows and columns of a tensor are asked for.
+"""Step 5 of loading (see checkpoint.py): the SourceTensors that the loader reads, one for each tensor
+of the model. These are floats in one file or in several, matrices that others have quantised,
+matrices that `--save` wrote, or several of them joined. Only headers are read until rows and
+columns of a tensor are asked for.
 
 Nothing in a file is trusted: names, types and shapes are compared with what the configuration says,
 and codes and scales are checked as they are read."""
 
-import json
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from extra import gguf, schemes
-from extra.files import one_line, open_regular, version_of
-from extra.reading import CPU, FileTensor, Piece, in_order, rows_in, split
-from extra.torchfile import torch_tensors
+from extra.files import one_line
+from extra.headers import FileTensor, Wanted
+from extra.reading import CPU, Piece, in_order, rows_in, split
 from formats import Format, Quantised, Tensors
 
 ALL = slice(None)
-
-# ---- headers of files
-
-TYPES = {  # by their names in safetensors; floats have the same names in GGUF
-    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32,
-    "F8_E4M3": torch.float8_e4m3fn,
-}  # fmt: skip
-HEADER_BYTES = 1 << 23  # the most in a safetensors file; enough for 80,000 tensors
-
-
-def tensors_of(file: Path) -> list[FileTensor]:
-    """The tensors of a file. Raises ValueError."""
-    if file.suffix == ".safetensors":
-        _, tensors = safetensors_header(file)
-        return tensors
-    return torch_tensors(file)
-
-
-def safetensors_header(file: Path) -> tuple[dict[str, str], list[FileTensor]]:
-    """The metadata and the tensors of a safetensors file. The library checks its header. A tensor
-    without dimensions counts as one with a single element. Raises ValueError."""
-    with open_regular(file) as f:
-        version = version_of(os.fstat(f.fileno()))
-        size = int.from_bytes(f.read(8), "little")
-        try:
-            if size > HEADER_BYTES:
-                raise ValueError(f"a header of {size:,} bytes")
-            # "np" maps the file read-only: it may be larger than the memory
-            with safe_open(file, "np"):
-                header = json.loads(f.read(size))
-        except (SafetensorError, ValueError) as error:
-            raise ValueError(
-                f"{file} is cut short, or no safetensors file ({error}): download it again"
-            ) from None
-    metadata = header.pop("__metadata__", None) or {}
-    found = []
-    for name, about in sorted(header.items()):
-        shape = tuple(about["shape"]) or (1,)
-        offset = 8 + size + about["data_offsets"][0]
-        dtype = TYPES.get(about["dtype"])
-        found.append(FileTensor(file, name, dtype, shape, offset, version))
-    return metadata, found
-
-
-# ---- the tensors of a checkpoint
-
-
-class Wanted(NamedTuple):
-    """The types and the shapes that a file's tensor may have."""
-
-    types: tuple[torch.dtype, ...]
-    shapes: list[tuple[int, ...]]
-
 
 Found = dict[str, list[FileTensor]]  # by name; only Meta's shards have several of one name
 # Rows of a tensor, in a stack of each of its matrices: slices, one after the other

@@ -133,7 +133,8 @@ from extra.parallel import Ranks
 from extra.reading import read
 from extra.save import save
 from extra.speculation import Draft, Lookup, Pacer, Speculation
-from extra.tensors import ALL, tensors_of
+from extra.sources import tensors_of
+from extra.tensors import ALL
 from formats import Matrix
 from fp8 import E4M3, E4M3_NATIVE, E5M2
 from kernels import FORMATS, PRODUCTS
@@ -467,7 +468,7 @@ def test_experts_that_tie_or_are_not_finite(ops, T):
         assert routes.weights[T // 2].cpu().allclose(shares, rtol=1e-3, equal_nan=True), logits
 
 
-# ---- sources.py, names.py, tensors.py and reading.py: layouts, and what lies in files
+# ---- from headers.py to layouts.py: layouts, and what lies in files
 
 
 def to_bin(folder: Path) -> None:
