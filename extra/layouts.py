@@ -23,7 +23,6 @@ from extra.tensors import (
     Found,
     GgufMatrix,
     Joined,
-    Row,
     SafetensorsMatrix,
     SavedMatrix,
     ShardedFloats,
@@ -44,8 +43,6 @@ def gguf_part(source: GgufFile, part: Part, c: Config, found: Found) -> SourceTe
     arguments = (name, part.shape(c), found, head_dim)
     if info and source.scheme(info):
         return GgufMatrix(*arguments, source.scheme(info))
-    if part.kind is Kind.ROW:
-        return Row(*arguments)
     return Floats(*arguments)
 
 
@@ -67,8 +64,6 @@ def hugging_face_part(
 
     if part.of_experts:
         return Stack([tensor(name.format(expert)) for expert in range(c.n_experts)])
-    if part.kind is Kind.ROW:
-        return Row(name, part.shape(c), found, head_dim)
     return tensor(name)
 
 
@@ -106,7 +101,11 @@ def name_of(source: Source, part: Part) -> str:
 def saved_tensor(format: Format, t: ModelTensor, c: Config, found: Found) -> SourceTensor:
     shape = t.shape(c)
     if not t.is_matrix:
-        return Floats(f"{t.name}.weight", shape, found)
+        name = f"{t.name}.weight"
+        files = found.get(name, [])
+        if t.field == "qk_norm":  # saved as it is in the model, with a row for q and one for k
+            files = [replace(file, shape=(math.prod(file.shape),)) for file in files]
+        return Floats(name, shape, {name: files})
     wanted = saved_matrix(t, c, format)
     if t.of_experts:
         rows, columns = shape

@@ -245,19 +245,6 @@ class Floats(SourceTensor):
         return None
 
 
-class Row(Floats):
-    """A vector that becomes a row of a matrix."""
-
-    rows = 1
-
-    def floats(self, rows: Rows, columns: slice, most: int) -> Iterator[Piece]:
-        for piece in super().floats([ALL], columns, most):
-            yield piece._replace(place=slice(0, 1))
-
-    def made(self, tensors: list[Tensor]) -> Tensor:
-        return super().made(tensors)[None]
-
-
 class ShardedFloats(Floats):
     """A tensor of floats whose rows or columns are divided among Meta's shards."""
 
