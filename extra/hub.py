@@ -17,8 +17,9 @@ from extra.files import open_regular, read_json
 
 ROOT = Path(__file__).resolve().parents[1]  # of this program
 
+CONFIGURATIONS = ["config.json", "params.json"]
 SMALL_FILES = [
-    "config.json", "params.json", "generation_config.json", "tokenizer.model", "tokenizer.json",
+    *CONFIGURATIONS, "generation_config.json", "tokenizer.model", "tokenizer.json",
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "hf_quant_config.json",
 ]  # fmt: skip
@@ -168,7 +169,7 @@ def _cached(name: str, gguf_kind: str | None) -> Path | None:
     if gguf_kind is not None:
         wanted = []
     elif is_offline_mode():
-        wanted = SMALL_FILES[:2]  # whatever is cached must do
+        wanted = CONFIGURATIONS  # whatever is cached must do
     else:
         wanted = SMALL_FILES
     try:
