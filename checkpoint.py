@@ -122,9 +122,8 @@ def load(
     folder = checkpoint.folder
     config = checkpoint.config
     given = sampling or {}
+    checkpoint.check_original(format, or_own=True)
     own = read_sampling(folder, given)
-    if not checkpoint.format or format != checkpoint.format.name:
-        checkpoint.check_original(format)
 
     # Step 6
     on = pick_device(device, ranks)
@@ -151,7 +150,7 @@ def load(
         formats = checkpoint.formats_as_stored(config, most_bits=4 if decodes else 8)
     check_groups(config, formats)
     ranks.join(on)
-    check_memory(config, as_dtype, on, ctx_size, formats, kv_fp8, ranks)
+    check_memory(config, as_dtype, on, ctx_size, formats, kv_fp8, ranks, matrix_dtype)
 
     # Step 7
     loader = Loader(checkpoint, as_dtype, matrix_dtype, on, formats, backend, ranks, quiet)
@@ -247,10 +246,12 @@ class Checkpoint:
         """Whether matrices are quantised, by others or by --save."""
         return bool(self.format or self.quantised)
 
-    def check_original(self, format: str | None) -> None:
-        """Raise ValueError if matrices that are encoded already would be encoded again."""
+    def check_original(self, format: str | None, or_own: bool = False) -> None:
+        """Raise ValueError if matrices that are encoded already would be encoded again. or_own: the
+        format in which --save has encoded them may be named, as they stay in it."""
         own = self.format.name if self.format else self.quantised
-        if own and format:
+        stays = or_own and format == own
+        if own and format and not stays:
             lossy = f"its matrices are {own}, and {format} would lose precision a second time"
             raise ValueError(f"{self.folder}: {lossy}: run it as it is, or encode the original")
 

@@ -218,8 +218,8 @@ MUTANTS = [
     ),
     Mutant(
         "extra/hardware.py",
-        "max(MARGIN * largest, largest_read(c))",
-        "MARGIN * largest_read(c)",
+        "max(MARGIN * largest * dtype.itemsize, to_encode)",
+        "MARGIN * to_encode",
         "memory_of_7b",
     ),
     Mutant(

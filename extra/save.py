@@ -52,7 +52,7 @@ def save(
     as_dtype = DTYPES.get(dtype, checkpoint.dtype)
     formats = formats_of(config, FORMATS[format])
     check_groups(config, formats)
-    check_memory(config, as_dtype, on, 1, formats)
+    check_memory(config, as_dtype, on, 1, formats, encoded_from=checkpoint.dtype)
     need = weight_bytes(config, as_dtype, formats) / 1e9
     at = to if to.exists() else to.parent
     free = shutil.disk_usage(at).free / 1e9
