@@ -47,7 +47,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from extra import hub, schemes
+from extra import hub
 from extra.config import read_sampling
 from extra.cpu import in_cpu_layout, storage_dtype
 from extra.files import one_line_errors
@@ -60,7 +60,7 @@ from extra.hardware import (
     pick_device,
     pick_dtype,
 )
-from extra.layouts import tensors_for
+from extra.layouts import formats_as_stored, tensors_for
 from extra.names import (
     CUT,
     Formats,
@@ -147,7 +147,7 @@ def load(
     else:
         # On a CPU torch has no fast product for 8-bit codes in groups, so they are decoded
         decodes = on.type == "cpu" and backend == "torch"
-        formats = checkpoint.formats_as_stored(config, most_bits=4 if decodes else 8)
+        formats = formats_as_stored(checkpoint.tensors, config, most_bits=4 if decodes else 8)
     check_groups(config, formats)
     ranks.join(on)
     check_memory(config, as_dtype, on, ctx_size, formats, kv_fp8, ranks, matrix_dtype)
@@ -195,11 +195,15 @@ def is_whole(path: Path) -> bool:
     try:
         if path.is_dir():
             weight_files(path)
-        try:
-            read_config(path)
-        except ValueError:  # it is not supported, and `load` will say why
-            return True
-        Checkpoint(path).source.tokenizer()
+        source = source_of(path)
+        config = source.config()
+    except OSError:
+        return False
+    except ValueError:  # it is not supported, and `load` will say why
+        return True
+    try:
+        tensors_for(source, config)
+        source.tokenizer()
     except (OSError, ValueError):
         return False
     return True
@@ -259,18 +263,6 @@ class Checkpoint:
     def elements(self) -> int:
         parts = model_parts(self.config).values()
         return sum(math.prod(part.shape(self.config)) for part in parts)
-
-    def formats_as_stored(self, c: Config, most_bits: int) -> Formats:
-        """The formats, of at most `most_bits` bits, that store a rank's matrices exactly as others
-        have quantised them."""
-        formats = {}
-        for t in model_tensors(c):
-            if t.is_matrix:
-                in_files = self.tensors[t.name].all_schemes
-                format = schemes.format_for(in_files, t.shape(c)[1], most_bits)
-                if format:
-                    formats[t.name] = format
-        return formats
 
     def first_bad_tensor(self, dtype: torch.dtype) -> str | None:
         """What is wrong with the first tensor of floats that holds NaN or inf, in the file or once

@@ -15,7 +15,16 @@ import torch
 from extra import gguf, schemes
 from extra.families import FAMILIES
 from extra.headers import FileTensor, Wanted
-from extra.names import BIASES, EMBEDDING, OUTPUT, Kind, ModelTensor, Part, model_tensors
+from extra.names import (
+    BIASES,
+    EMBEDDING,
+    OUTPUT,
+    Formats,
+    Kind,
+    ModelTensor,
+    Part,
+    model_tensors,
+)
 from extra.reading import CPU, read
 from extra.sources import GgufFile, HuggingFaceFolder, MetaFolder, Source
 from extra.tensors import (
@@ -235,3 +244,19 @@ def is_zero(bias: FileTensor) -> bool:
         return False
     (values,) = read([bias])
     return not values.any()
+
+
+# ---- the formats that keep them
+
+
+def formats_as_stored(tensors: dict[str, SourceTensor], c: Config, most_bits: int) -> Formats:
+    """The formats, of at most `most_bits` bits, that store a rank's matrices exactly as others have
+    quantised them. tensors: those of the model."""
+    formats = {}
+    for t in model_tensors(c):
+        if t.is_matrix:
+            in_files = tensors[t.name].all_schemes
+            format = schemes.format_for(in_files, t.shape(c)[1], most_bits)
+            if format:
+                formats[t.name] = format
+    return formats

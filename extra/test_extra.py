@@ -128,6 +128,7 @@ from extra.chat import columns as columns_of
 from extra.hardware import check_groups, check_memory
 from extra.hub import local_checkpoint, pick_gguf
 from extra.int4 import INT4
+from extra.layouts import formats_as_stored
 from extra.names import formats_of, layer_tensors, model_tensors, tensor_in
 from extra.parallel import Ranks
 from extra.reading import read
@@ -1669,7 +1670,7 @@ def loader_of(model, format="held", ranks: Ranks = Ranks()) -> Loader:
     """Of a model's checkpoint, in a format; "held": as the file holds it."""
     c = model.config.cut(ranks.size)
     if format == "held":
-        formats = model.checkpoint.formats_as_stored(c, 8)
+        formats = formats_as_stored(model.checkpoint.tensors, c, 8)
     else:
         formats = formats_of(c, format)
     types = (torch.float32, torch.float32, torch.device("cpu"))
