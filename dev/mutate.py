@@ -84,7 +84,7 @@ MUTANTS = [
     ),
     Mutant(
         "extra/cpu.py",
-        'if any(f is not w.format and f.at("output") is w.format for f in among):',
+        'if any(f is not w.format and f.for_matrix("output") is w.format for f in among):',
         "if False:",
         "model_in_a_format and int4",
     ),
@@ -242,7 +242,7 @@ MUTANTS = [
     ),
     Mutant(
         "extra/reading.py",
-        "if tensor.version != versions[tensor.file]:",
+        "if tensor.stamp != stamps[tensor.file]:",
         "if False:",
         "that_change",
     ),

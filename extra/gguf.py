@@ -22,7 +22,7 @@ from types import UnionType
 from typing import Any, NamedTuple
 
 from extra.families import FAMILIES
-from extra.files import FILE_BYTES, open_regular, version_of
+from extra.files import FILE_BYTES, open_regular, stamp_of
 
 # ---- types of tensors
 
@@ -74,7 +74,7 @@ class TensorInfo:
     shape: tuple[int, ...]  # of its values, rows first, as in torch
     file: Path
     offset: int  # of its first byte in the file
-    version: tuple[int, ...] = ()  # of the file, see files.version_of
+    stamp: tuple[int, ...] = ()  # of the file, see files.stamp_of
 
     @property
     def nbytes(self) -> int:
@@ -124,12 +124,12 @@ class Header:
     """Reads a header from the first bytes of a file. Raises ValueError, or struct.error if they end
     too early."""
 
-    def __init__(self, file: Path, data: bytes, size: int, version: tuple[int, ...]):
+    def __init__(self, file: Path, data: bytes, size: int, stamp: tuple[int, ...]):
         """data: the first bytes of the file, at most FILE_BYTES."""
         self.file = file
         self.data = data
         self.size = size  # of the whole file
-        self.version = version
+        self.stamp = stamp
         self.at = 4  # after "GGUF"
 
     def damaged(self, what: str) -> ValueError:
@@ -219,9 +219,7 @@ class Header:
         for info in table:
             if info.name in gguf.tensors:
                 raise self.damaged(f"it has {info.name} twice")
-            gguf.tensors[info.name] = replace(
-                info, offset=start + info.offset, version=self.version
-            )
+            gguf.tensors[info.name] = replace(info, offset=start + info.offset, stamp=self.stamp)
             if start + info.offset + info.nbytes > self.size:
                 raise self.damaged(f"{info.name} lies outside it, perhaps because it is cut off")
         if sum(info.nbytes for info in table) > self.size:
@@ -230,8 +228,8 @@ class Header:
 
 
 @lru_cache(maxsize=64)  # of the parts of a file; configuration, tokenizer and tensors need them
-def _read_version(file: Path, version: tuple[int, ...]) -> GGUF:
-    """The header of one file, which is read again once the file has another version."""
+def _read_stamped(file: Path, stamp: tuple[int, ...]) -> GGUF:
+    """The header of one file, which is read again once the file has another stamp."""
     with open_regular(file) as f:
         if f.read(4) != b"GGUF":
             raise ValueError(f"{file} is not a GGUF file")
@@ -239,7 +237,7 @@ def _read_version(file: Path, version: tuple[int, ...]) -> GGUF:
         f.seek(0)
         data = f.read(FILE_BYTES)
     try:
-        return Header(file, data, size, version).read()
+        return Header(file, data, size, stamp).read()
     except (struct.error, UnicodeDecodeError) as error:
         raise ValueError(
             f"{file} is damaged, or cut off in its header ({error}): download it again"
@@ -247,7 +245,7 @@ def _read_version(file: Path, version: tuple[int, ...]) -> GGUF:
 
 
 def _read_part(file: Path) -> GGUF:
-    return _read_version(file, version_of(file.stat()))
+    return _read_stamped(file, stamp_of(file.stat()))
 
 
 def read_header(file: Path) -> GGUF:

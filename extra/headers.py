@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from extra.files import open_regular, version_of
+from extra.files import open_regular, stamp_of
 
 ALIGNED = 64  # bytes at a multiple of which each tensor begins that is read
 SHORT_RUN = 64  # bytes; neighbouring elements that are fewer are not read by themselves
@@ -31,7 +31,7 @@ class FileTensor:
     dtype: torch.dtype | None  # None if no model here uses its type
     shape: tuple[int, ...]
     offset: int = 0  # of its first byte
-    version: tuple[int, ...] = ()  # of the file whose header was read, see files.version_of
+    stamp: tuple[int, ...] = ()  # of the file whose header was read, see files.stamp_of
     # In elements, as torch counts them; None: rows follow one another without gaps
     strides: tuple[int, ...] | None = None
 
@@ -50,7 +50,7 @@ class FileTensor:
         last = sum((size - 1) * stride for size, stride in apart)
         return self.offset + (last + 1) * self.dtype.itemsize
 
-    def reads(self) -> tuple[int, list[int]]:
+    def runs(self) -> tuple[int, list[int]]:
         """What to read: how many bytes a run of neighbouring elements has, and where in the file each
         run begins. If runs are short, a single one covers them all and whatever lies between."""
         apart = list(zip(self.shape, self.strides or without_gaps(self.shape)))
@@ -69,7 +69,7 @@ class FileTensor:
     def tensor(self, raw: Tensor) -> Tensor:
         """The tensor in the bytes that have been read, uint8 at a multiple of ALIGNED."""
         elements = raw.view(self.dtype)
-        _, starts = self.reads()
+        _, starts = self.runs()
         strides = without_gaps(self.shape)
         if self.strides and len(starts) == 1:
             strides = self.strides
@@ -102,7 +102,7 @@ def safetensors_header(file: Path) -> tuple[dict[str, str], list[FileTensor]]:
     """The metadata and the tensors of a safetensors file. The library checks its header. A tensor
     without dimensions counts as one with a single element. Raises ValueError."""
     with open_regular(file) as f:
-        version = version_of(os.fstat(f.fileno()))
+        stamp = stamp_of(os.fstat(f.fileno()))
         size = int.from_bytes(f.read(8), "little")
         try:
             if size > HEADER_BYTES:
@@ -120,5 +120,5 @@ def safetensors_header(file: Path) -> tuple[dict[str, str], list[FileTensor]]:
         shape = tuple(about["shape"]) or (1,)
         offset = 8 + size + about["data_offsets"][0]
         dtype = TYPES.get(about["dtype"])
-        found.append(FileTensor(file, name, dtype, shape, offset, version))
+        found.append(FileTensor(file, name, dtype, shape, offset, stamp))
     return metadata, found

@@ -127,7 +127,7 @@ def saved_matrix(t: ModelTensor, c: Config, format: Format) -> dict[str, Wanted]
     itself, and a tensor of a single column is written as a vector."""
     wanted = {}
     name = t.name  # of the first
-    for key, (dtype, (rows, columns)) in format.at(t.name).shapes(*t.shape(c)).items():
+    for key, (dtype, (rows, columns)) in format.for_matrix(t.name).shapes(*t.shape(c)).items():
         if wanted:
             name = f"{t.name}.{key}"
         shape = (rows, columns)

@@ -250,7 +250,7 @@ def formats_of(c: Config, format: Format | None) -> Formats:
     one, or none."""
     if format is None:
         return {}
-    formats = {name: format.at(name) for name in matrix_shapes(c)}
+    formats = {name: format.for_matrix(name) for name in matrix_shapes(c)}
     return {name: of_matrix for name, of_matrix in formats.items() if of_matrix}
 
 

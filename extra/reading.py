@@ -16,7 +16,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from extra.files import open_regular, version_of
+from extra.files import open_regular, stamp_of
 from extra.headers import ALIGNED, FileTensor
 
 CPU = torch.device("cpu")
@@ -54,8 +54,8 @@ class Reading:
         """Raises OSError."""
         self.of = of
         self.device = device
-        reads = [tensor.reads() for tensor in of]
-        self.sizes = [-(-length * len(starts) // ALIGNED) * ALIGNED for length, starts in reads]
+        runs = [tensor.runs() for tensor in of]
+        self.sizes = [-(-length * len(starts) // ALIGNED) * ALIGNED for length, starts in runs]
         self.raw = torch.empty(sum(self.sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.threads: list[Future] = []
         self.files: dict[Path, io.FileIO] = {}
@@ -67,7 +67,7 @@ class Reading:
             self.close()
             raise
         jobs: list[Job] = []
-        for tensor, (length, starts), raw in zip(of, reads, self.raw.split(self.sizes)):
+        for tensor, (length, starts), raw in zip(of, runs, self.raw.split(self.sizes)):
             memory = raw.numpy()
             for i, start in enumerate(starts):
                 for at in range(0, length, READ_BYTES):
@@ -83,11 +83,11 @@ class Reading:
             for cut_short in [thread.result() for thread in self.threads]:
                 for f in cut_short:
                     raise OSError(f"{f.name} was cut short while it was being read")
-            versions = {file: version_of(os.fstat(f.fileno())) for file, f in self.files.items()}
+            stamps = {file: stamp_of(os.fstat(f.fileno())) for file, f in self.files.items()}
         finally:
             self.close()
         for tensor in self.of:
-            if tensor.version != versions[tensor.file]:
+            if tensor.stamp != stamps[tensor.file]:
                 raise OSError(f"{tensor.file} was replaced while it was being read: run it again")
         on_device = self.raw.to(self.device, non_blocking=True)
         return [t.tensor(raw) for t, raw in zip(self.of, on_device.split(self.sizes))]

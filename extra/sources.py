@@ -113,7 +113,7 @@ class GgufFile(Source):
             if self.scheme(info):
                 dtype = torch.float32  # once it is decoded
             found.append(
-                FileTensor(info.file, info.name, dtype, info.shape, info.offset, info.version)
+                FileTensor(info.file, info.name, dtype, info.shape, info.offset, info.stamp)
             )
         return found
 
