@@ -390,16 +390,16 @@ class Loader:
     def encode(self, format: Format, t: ModelTensor, columns: slice) -> Tensors:
         """Encode a matrix from whole rows, so that its codes do not depend on the number of ranks;
         if the format cannot be cut, from this rank's columns."""
-        N, part = self.shapes[t.name]
+        N, kept = self.shapes[t.name]  # the columns of this rank
         K = t.shape(self.whole)[1]
         data = self.workspace[: N * K].view(N, K)
         self.fill(data, t)
         tensors = self.encoded[t.name]
         try:
-            if part == K or not format.can_be_cut(K, part):
+            if kept == K or not format.can_be_cut(K, kept):
                 return format.encode(data[:, columns], tensors)
-            for tensor, whole in zip(tensors, format.encode(data)):
-                tensor.copy_(whole[:, columns_in(columns, K, whole.shape[1])])
+            for tensor, all_columns in zip(tensors, format.encode(data)):
+                tensor.copy_(all_columns[:, columns_in(columns, K, all_columns.shape[1])])
             return tensors
         except ValueError as error:
             flaw = self.checkpoint.tensors[t.name].flaw(self.matrix_dtype)

@@ -203,7 +203,10 @@ MUTANTS = [
     ),
     Mutant("model.py", "+= len(prompt) - reused", "+= len(prompt)", "calls_on_one_state and CPU"),
     Mutant(
-        "extra/config.py", "(1 - part + part / factor)", "(0 * part + 1 / factor)", "places_of_rope"
+        "extra/config.py",
+        "(1 - share + share / factor)",
+        "(0 * share + 1 / factor)",
+        "places_of_rope",
     ),
     Mutant("extra/config.py", ' or f.ids("eos_token_id", vocab_size)', "", "config_eos"),
     Mutant("extra/config.py", "fields | _said(last)", "_said(last) | fields", "places_of_rope"),

@@ -245,21 +245,21 @@ def _of_type(rope: Fields, D: int, max_seq_len: int) -> Rope:
     if kind == "yarn":
         return _yarn(rope, D, theta, max_seq_len)
     factor = rope.number("factor", 1, 1e6, None, float)
-    part = torch.ones(D // 2, dtype=torch.float64)
+    share = torch.ones(D // 2, dtype=torch.float64)
     if kind == "llama3":  # low frequencies are divided, high ones kept, with a ramp between
         low = rope.number("low_freq_factor", 1e-6, 1e6, None, float)
         high = rope.number("high_freq_factor", 1e-6, 1e6, None, float)
         original = rope.number("original_max_position_embeddings", 1, 1 << 24)
         frequencies = theta ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
         turns = original / (2 * math.pi) * frequencies
-        part = 1 - ((turns - low) / (high - low)).clamp(0, 1)
-    return Rope(theta, _factors(part, factor))
+        share = 1 - ((turns - low) / (high - low)).clamp(0, 1)
+    return Rope(theta, _factors(share, factor))
 
 
-def _factors(part: Tensor, factor: float) -> tuple[float, ...]:
-    """The divisor of each frequency if a part of it is divided by `factor` and the rest stays. part
+def _factors(share: Tensor, factor: float) -> tuple[float, ...]:
+    """The divisor of each frequency if a share of it is divided by `factor` and the rest stays. share
     [D/2]: how much of each frequency is divided, from 0 to 1."""
-    return tuple((1 / (1 - part + part / factor)).tolist())
+    return tuple((1 / (1 - share + share / factor)).tolist())
 
 
 def _yarn(rope: Fields, D: int, theta: float, max_seq_len: int) -> Rope:
@@ -275,9 +275,9 @@ def _yarn(rope: Fields, D: int, theta: float, max_seq_len: int) -> Rope:
     low = max(math.floor(pair(fast)), 0)
     high = min(math.ceil(pair(slow)), D - 1)
     ramp = torch.arange(D // 2, dtype=torch.float64) - low
-    part = (ramp / (high - low or 0.001)).clamp(0, 1)
+    share = (ramp / (high - low or 0.001)).clamp(0, 1)
     gain = rope.number("attention_factor", 1e-3, 1e3, 1 + 0.1 * math.log(factor), float)
-    return Rope(theta, _factors(part, factor), gain)
+    return Rope(theta, _factors(share, factor), gain)
 
 
 def _longrope(rope: Fields, D: int) -> tuple[float, ...]:

@@ -83,7 +83,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class GGUF:
-    """The header of a file, or of all parts of a split one."""
+    """The header of a file, or of all shards of a split one."""
 
     file: Path  # of the metadata
     metadata: dict[str, Any]  # arrays are lists of strings, or memoryviews of numbers
@@ -227,7 +227,7 @@ class Header:
         return gguf
 
 
-@lru_cache(maxsize=64)  # of the parts of a file; configuration, tokenizer and tensors need them
+@lru_cache(maxsize=64)  # of the shards of a file; configuration, tokenizer and tensors need them
 def _read_stamped(file: Path, stamp: tuple[int, ...]) -> GGUF:
     """The header of one file, which is read again once the file has another stamp."""
     with open_regular(file) as f:
@@ -244,29 +244,29 @@ def _read_stamped(file: Path, stamp: tuple[int, ...]) -> GGUF:
         ) from None
 
 
-def _read_part(file: Path) -> GGUF:
+def _read_shard(file: Path) -> GGUF:
     return _read_stamped(file, stamp_of(file.stat()))
 
 
 def read_header(file: Path) -> GGUF:
-    """A file's header. If it is one part of a split file (A-00001-of-00003.gguf), that of all parts
+    """A file's header. If it is one shard of a split file (A-00001-of-00003.gguf), that of all shards
     together. Raises OSError, ValueError."""
-    found = _read_part(file)
+    found = _read_shard(file)
     count = found.get("split.count", int, 1)
     if count <= 1:
         return found
     name = re.fullmatch(r"(.*-)\d{5}(-of-\d{5}\.gguf)", file.name)
     if not name:
         raise ValueError(
-            f"{file} is one of {count} parts: its name must end in -00001-of-{count:05}.gguf"
+            f"{file} is one of {count} shards: its name must end in -00001-of-{count:05}.gguf"
         )
-    parts = [_read_part(file.with_name(f"{name[1]}{i + 1:05}{name[2]}")) for i in range(count)]
+    shards = [_read_shard(file.with_name(f"{name[1]}{i + 1:05}{name[2]}")) for i in range(count)]
     tensors: dict[str, TensorInfo] = {}
-    for part in parts:
-        for key, info in part.tensors.items():
+    for shard in shards:
+        for key, info in shard.tensors.items():
             if tensors.setdefault(key, info) is not info:
-                raise ValueError(f"{part.file} has {key} a second time: download it again")
-    return GGUF(parts[0].file, parts[0].metadata, tensors)
+                raise ValueError(f"{shard.file} has {key} a second time: download it again")
+    return GGUF(shards[0].file, shards[0].metadata, tensors)
 
 
 # ---- the model

@@ -246,12 +246,12 @@ Formats = dict[str, Format]
 
 
 def formats_of(c: Config, format: Format | None) -> Formats:
-    """The formats of all matrices if `format` is chosen for the model. It may keep some in another
-    one, or none."""
+    """The formats of a model's matrices if `format` is chosen for it. That may take another format
+    for some, and leave some in 16 or 32 bits."""
     if format is None:
         return {}
     formats = {name: format.for_matrix(name) for name in matrix_shapes(c)}
-    return {name: of_matrix for name, of_matrix in formats.items() if of_matrix}
+    return {name: chosen for name, chosen in formats.items() if chosen}
 
 
 def weight_bytes(c: Config, dtype: torch.dtype, formats: Formats) -> int:

@@ -93,7 +93,7 @@ class Reading:
         return [t.tensor(raw) for t, raw in zip(self.of, on_device.split(self.sizes))]
 
     def close(self) -> None:
-        """Close the files, when nobody reads them any more."""
+        """Close the files, once all threads have finished."""
         wait(self.threads)
         for f in self.files.values():
             f.close()
@@ -124,7 +124,7 @@ class Piece(NamedTuple):
     make: Callable[[list[Tensor]], Any]  # what becomes of that
 
     def moved(self, first: int, step: int = 1) -> "Piece":
-        """The same as part of a larger tensor, in every `step`th row from the `first` on."""
+        """The same piece of a larger tensor, where it is every `step`th row from the `first` on."""
         start, stop = (first + step * row for row in (self.place.start, self.place.stop))
         return self._replace(place=slice(start, stop, step))
 

@@ -37,17 +37,17 @@ def from_blocks(type: gguf.Type, raw: Tensor) -> Quantised:
     return Quantised(flat(codes), flat(scale), minimum, tuple(map(flat, parts)) or None)
 
 
-def checked(rows: Quantised) -> Quantised:
-    """Returns the rows. Raises ValueError if a scale or a minimum is NaN or infinite."""
-    if not all(t is None or torch.isfinite(t).all() for t in (rows.scale, rows.minimum)):
+def checked(q: Quantised) -> Quantised:
+    """Returns what it is given. Raises ValueError if a scale or a minimum is NaN or infinite."""
+    if not all(t is None or torch.isfinite(t).all() for t in (q.scale, q.minimum)):
         raise ValueError("a scale that is NaN or infinite")
-    return rows
+    return q
 
 
-# Each of the following functions takes blocks, uint8 [N, B, bytes], apart into the fields of
-# Quantised: codes [N, B, ...] in the order of the columns, the other fields [N, B, groups]. Eight
-# codes are handled at once, as the bytes of an int64: a mask clears the bits that a shift has moved
-# from one byte to the next.
+# Each of the following functions splits blocks, uint8 [N, B, bytes], into the fields of Quantised:
+# codes [N, B, ...] in the order of the columns, the other fields [N, B, groups]. Eight codes are
+# handled at once, as the bytes of an int64: a mask clears the bits that a shift has moved from one
+# byte to the next.
 
 ONES = 0x0101010101010101
 
@@ -166,12 +166,16 @@ class Scheme(NamedTuple):
     optional: tuple[str, ...] = ()  # tensors that may be absent, by the last word
 
 
-def decoded(scheme: gguf.Type | Scheme, rows: Quantised) -> Tensor:
+# How others have quantised a matrix
+Quantisation = gguf.Type | Scheme
+
+
+def decoded(scheme: Quantisation, q: Quantised) -> Tensor:
     """float32 [N, K]."""
     if isinstance(scheme, gguf.Type):
-        return rows.decoded()
-    tensors = scheme.format.empty(*rows.codes.shape, rows.codes.device)
-    scheme.format.write(rows, tensors)
+        return q.decoded()
+    tensors = scheme.format.empty(*q.codes.shape, q.codes.device)
+    scheme.format.write(q, tensors)
     return scheme.format.decoded(tensors)
 
 
@@ -399,7 +403,7 @@ def scheme_of(f: Fields) -> Scheme | None:
 
 
 def format_for(
-    schemes: set[gguf.Type | Scheme | None], columns: int, most_bits: int = 8
+    schemes: set[Quantisation | None], columns: int, most_bits: int = 8
 ) -> Format | None:
     """The smallest format that keeps matrices of all of these schemes exactly, side by side and cut
     to `columns` columns. None stands for floats. Returns None if there is no such format."""

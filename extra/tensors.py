@@ -16,7 +16,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from extra import gguf, schemes
+from extra import schemes
 from extra.files import one_line
 from extra.headers import FileTensor, Wanted
 from extra.reading import CPU, Piece, in_order, rows_in, split
@@ -43,7 +43,7 @@ class SourceTensor:
         shape: tuple[int, ...],
         found: Found,
         head_dim: int | None = None,
-        scheme: gguf.Type | schemes.Scheme | None = None,
+        scheme: schemes.Quantisation | None = None,
         wanted: dict[str, Wanted] | None = None,
     ):
         """name: in the file. found: all tensors of the files. head_dim: for q and k, if RoPE
@@ -63,7 +63,7 @@ class SourceTensor:
         return self.shape[-2:][0]
 
     @property
-    def all_schemes(self) -> set[gguf.Type | schemes.Scheme | None]:
+    def all_schemes(self) -> set[schemes.Quantisation | None]:
         """How others have quantised its matrices. None stands for floats."""
         return {self.scheme}
 
@@ -78,7 +78,8 @@ class SourceTensor:
     def write(
         self, format: Format, out: Tensors, device: torch.device, rows: Rows, columns: slice
     ) -> None:
-        """Write the same into the tensors of a format, without changing a weight."""
+        """Write these rows and columns into `out`, the tensors of a format, without changing a
+        weight."""
         pieces = self.quantised(rows, columns, weights_at_once(device))
         for place, quantised in in_order(pieces, device):
             format.write(quantised, tuple(tensor[place] for tensor in out))
@@ -158,18 +159,18 @@ class Several(SourceTensor):
         self.wanted = {name: tensor.wanted[name] for tensor in tensors for name in tensor.wanted}
 
     @property
-    def all_schemes(self) -> set[gguf.Type | schemes.Scheme | None]:
+    def all_schemes(self) -> set[schemes.Quantisation | None]:
         return set().union(*(tensor.all_schemes for tensor in self.of))
 
     def pieces(self, rows: Rows, made_of: MadeOf) -> Iterator[Piece]:
-        """The pieces of all of them, in their places. made_of: returns those of one."""
+        """The pieces of all tensors, in their places. made_of: returns those of one of them."""
         raise NotImplementedError
 
     def floats(self, rows: Rows, columns: slice, most: int) -> Iterator[Piece]:
-        return self.pieces(rows, lambda tensor, its: tensor.floats(its, columns, most))
+        return self.pieces(rows, lambda tensor, some: tensor.floats(some, columns, most))
 
     def quantised(self, rows: Rows, columns: slice, most: int) -> Iterator[Piece]:
-        return self.pieces(rows, lambda tensor, its: tensor.quantised(its, columns, most))
+        return self.pieces(rows, lambda tensor, some: tensor.quantised(some, columns, most))
 
     def problems(self) -> Iterator[str]:
         return chain.from_iterable(tensor.problems() for tensor in self.of)
@@ -310,8 +311,8 @@ class GgufMatrix(QuantisedMatrix):
     def quantised(self, rows: Rows, columns: slice, most: int) -> Iterator[Piece]:
         in_bytes = lambda k: k // self.scheme.block * self.scheme.nbytes
         *outer, K = self.shape
-        (whole,) = self.files[self.name]
-        in_file = replace(whole, dtype=torch.uint8, shape=(*outer, in_bytes(K)))
+        (tensor,) = self.files[self.name]
+        in_file = replace(tensor, dtype=torch.uint8, shape=(*outer, in_bytes(K)))
         for place, (*some, span) in self.split(rows, columns, most):
             some.append(range(in_bytes(span.start), in_bytes(span.stop)))
             yield Piece(place, [in_file.cut(some)], self.made)
@@ -350,8 +351,8 @@ class SafetensorsMatrix(QuantisedMatrix):
 
         words = [name.rpartition(".")[2] for name in self.files]
         with self.named_errors():
-            whole = schemes.checked(self.scheme.read(dict(zip(words, tensors))))
-        return Quantised(*map(cut, whole))
+            matrix = schemes.checked(self.scheme.read(dict(zip(words, tensors))))
+        return Quantised(*map(cut, matrix))
 
 
 class SavedMatrix(SourceTensor):

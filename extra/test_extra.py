@@ -1822,7 +1822,7 @@ def test_gguf_from_the_command_line(tmp_path, cli):
         kept = missing.rename(tmp_path / "x.gguf")
         assert_refused(run_it(asked), "No such file", missing.name)
         kept.rename(missing)
-    named = "is one of 2 parts: its name must end in -00001-of-00002.gguf"
+    named = "is one of 2 shards: its name must end in -00001-of-00002.gguf"
     assert_refused(run_it(parts[1].rename(tmp_path / "second.gguf")), named)
 
 
