@@ -4,8 +4,8 @@ Files without a place beside them lie in extra/.
       a name: "owner/name", a folder or a GGUF file
     1   |  hub.py        finds it on this machine, or downloads it
       a path
-    2   |  headers.py    where tensors lie in files, and the header of a safetensors file
-        |  torchfile.py  the header, as it were, of a file that torch.save wrote
+    2   |  headers.py    where tensors lie in a file: the header of a safetensors file
+        |  torchfile.py  the same for a file that torch.save wrote
         |  sources.py    which layout is it: Hugging Face's, Meta's, GGUF, or --save's? And what lies
         |               where in each
       a Source
@@ -32,8 +32,8 @@ and joins them. Under it, FileTensors say where the bytes lie in files. A Source
 by piece, while the next pieces are on their way from the files (reading.py), and each piece knows
 which rows of the tensor it is, so that the Loader only copies it there.
 
-Only hub.py, sources.py and layouts.py know a layout. files.py opens all files, since none is trusted. save.py
-goes the other way, and writes the weights of a Loader to a folder."""
+Only hub.py, sources.py and layouts.py know a layout. files.py opens all files, since none is
+trusted. save.py goes the other way, and writes the weights of a Loader to a folder."""
 
 from __future__ import annotations
 

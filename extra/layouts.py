@@ -2,8 +2,8 @@
 the model, in each layout. A Source (sources.py) has the tensors of the files, model_tensors
 (names.py) those of the model; here both become SourceTensors (tensors.py), and are compared.
 
-A layout has one function, which makes a part of a tensor. What --save wrote has no parts, so its
-function makes the whole tensor."""
+Each layout has one function, in PARTS, which makes a part of a tensor. What --save wrote has no
+parts, and saved_tensor makes a whole tensor of it."""
 
 import math
 import re
@@ -41,102 +41,6 @@ from extra.tensors import (
 from formats import Format
 from model import Config
 
-# ---- a part of a tensor, in each layout
-
-
-def gguf_part(source: GgufFile, part: Part, c: Config, found: Found) -> SourceTensor:
-    name = name_of(source, part)
-    in_pairs = FAMILIES[gguf.family_name(source.header)].in_pairs
-    head_dim = c.head_dim if part.rotated and not in_pairs else None
-    info = source.header.tensors.get(name)
-    arguments = (name, part.shape(c), found, head_dim)
-    if info and source.scheme(info):
-        return GgufMatrix(*arguments, source.scheme(info))
-    return Floats(*arguments)
-
-
-def hugging_face_part(
-    source: HuggingFaceFolder, part: Part, c: Config, found: Found
-) -> SourceTensor:
-    name = name_of(source, part)
-    head_dim = c.head_dim if part.rotated else None
-
-    def tensor(in_file: str) -> SourceTensor:
-        """The part, or an expert's matrix in one."""
-        shape = part.shape(c)[-2:]
-        wanted = {}
-        if source.scheme and part.kind in (Kind.MATRIX, Kind.PLAIN):
-            wanted = scheme_tensors(source.scheme, in_file, shape, found)
-        if wanted:
-            return SafetensorsMatrix(in_file, shape, found, head_dim, source.scheme, wanted)
-        return Floats(in_file, shape, found, head_dim)
-
-    if part.of_experts:
-        return Stack([tensor(name.format(expert)) for expert in range(c.n_experts)])
-    return tensor(name)
-
-
-def scheme_tensors(
-    scheme: schemes.Scheme, name: str, shape: tuple[int, int], found: Found
-) -> dict[str, Wanted]:
-    """What a scheme stores for a matrix, by name. Empty if this one is not quantised."""
-    stem = name.removesuffix("weight")
-    by_word = scheme.wanted(*shape)
-    codes, *_ = by_word
-    if stem + codes not in found:
-        return {}
-    if codes == "weight" and found[f"{stem}weight"][0].dtype in schemes.FLOATS:
-        return {}
-    absent = {word for word in scheme.optional if stem + word not in found}
-    return {stem + word: wanted for word, wanted in by_word.items() if word not in absent}
-
-
-def meta_part(source: MetaFolder, part: Part, c: Config, found: Found) -> SourceTensor:
-    return ShardedFloats(name_of(source, part), part.shape(c), found)
-
-
-PARTS = {GgufFile: gguf_part, HuggingFaceFolder: hugging_face_part, MetaFolder: meta_part}
-
-
-def name_of(source: Source, part: Part) -> str:
-    """What the files call a part of a tensor."""
-    renamed = source.renames.get(part.hugging_face, part.hugging_face)
-    return replace(part, hugging_face=renamed).name_in(source.naming)
-
-
-# ---- what --save wrote
-
-
-def saved_tensor(format: Format, t: ModelTensor, c: Config, found: Found) -> SourceTensor:
-    shape = t.shape(c)
-    if not t.is_matrix:
-        name = f"{t.name}.weight"
-        files = found.get(name, [])
-        if t.field == "qk_norm":  # saved as it is in the model, with a row for q and one for k
-            files = [replace(file, shape=(math.prod(file.shape),)) for file in files]
-        return Floats(name, shape, {name: files})
-    wanted = saved_matrix(t, c, format)
-    if t.of_experts:
-        rows, columns = shape
-        shape = (c.n_experts, rows // c.n_experts, columns)
-    return SavedMatrix(t.name, shape, found, wanted=wanted)
-
-
-def saved_matrix(t: ModelTensor, c: Config, format: Format) -> dict[str, Wanted]:
-    """The tensors that --save writes for a matrix, by name. The codes bear the name of the matrix
-    itself, and a tensor of a single column is written as a vector."""
-    wanted = {}
-    name = t.name  # of the first
-    for key, (dtype, (rows, columns)) in format.for_matrix(t.name).shapes(*t.shape(c)).items():
-        if wanted:
-            name = f"{t.name}.{key}"
-        shape = (rows, columns)
-        if columns == 1:
-            shape = (rows,)
-        wanted[name] = Wanted((dtype,), [shape])
-    return wanted
-
-
 # ---- all tensors of the model
 
 NOT_NEEDED = re.compile(  # the end of a name
@@ -157,7 +61,7 @@ def tensors_for(source: Source, c: Config) -> tuple[Config, dict[str, SourceTens
     for tensor in source.file_tensors():
         if not NOT_NEEDED.search(tensor.name):
             found.setdefault(tensor.name, []).append(tensor)
-    if c.tie_embeddings:
+    if c.tie_embeddings and not source.format:
         c = untied(source, c, found)
     c = without_absent_biases(source, c, found)
     tensors = {t.name: tensor_for(source, t, c, found) for t in model_tensors(c)}
@@ -178,6 +82,12 @@ def tensor_for(source: Source, t: ModelTensor, c: Config, found: Found) -> Sourc
     if len(parts) == 1:
         return parts[0]
     return Joined(parts, t.parts[0].in_turn)
+
+
+def name_of(source: Source, part: Part) -> str:
+    """What the files call a part of a tensor."""
+    renamed = source.renames.get(part.hugging_face, part.hugging_face)
+    return replace(part, hugging_face=renamed).name_in(source.naming)
 
 
 def untied(source: Source, c: Config, found: Found) -> Config:
@@ -244,6 +154,96 @@ def is_zero(bias: FileTensor) -> bool:
         return False
     (values,) = read([bias])
     return not values.any()
+
+
+# ---- a part of a tensor, in each layout
+
+
+def gguf_part(source: GgufFile, part: Part, c: Config, found: Found) -> SourceTensor:
+    name = name_of(source, part)
+    in_pairs = FAMILIES[gguf.family_name(source.header)].in_pairs
+    head_dim = c.head_dim if part.rotated and not in_pairs else None
+    info = source.header.tensors.get(name)
+    arguments = (name, part.shape(c), found, head_dim)
+    if info and source.scheme(info):
+        return GgufMatrix(*arguments, source.scheme(info))
+    return Floats(*arguments)
+
+
+def hugging_face_part(
+    source: HuggingFaceFolder, part: Part, c: Config, found: Found
+) -> SourceTensor:
+    name = name_of(source, part)
+    head_dim = c.head_dim if part.rotated else None
+
+    def tensor(in_file: str) -> SourceTensor:
+        """The part, or an expert's matrix in one."""
+        shape = part.shape(c)[-2:]
+        wanted = {}
+        if source.scheme and part.kind in (Kind.MATRIX, Kind.PLAIN):
+            wanted = scheme_tensors(source.scheme, in_file, shape, found)
+        if wanted:
+            return SafetensorsMatrix(in_file, shape, found, head_dim, source.scheme, wanted)
+        return Floats(in_file, shape, found, head_dim)
+
+    if part.of_experts:
+        return Stack([tensor(name.format(expert)) for expert in range(c.n_experts)])
+    return tensor(name)
+
+
+def scheme_tensors(
+    scheme: schemes.Scheme, name: str, shape: tuple[int, int], found: Found
+) -> dict[str, Wanted]:
+    """What a scheme stores for a matrix, by name. Empty if this one is not quantised."""
+    stem = name.removesuffix("weight")
+    by_word = scheme.wanted(*shape)
+    codes, *_ = by_word
+    if stem + codes not in found:
+        return {}
+    if codes == "weight" and found[f"{stem}weight"][0].dtype in schemes.FLOATS:
+        return {}
+    absent = {word for word in scheme.optional if stem + word not in found}
+    return {stem + word: wanted for word, wanted in by_word.items() if word not in absent}
+
+
+def meta_part(source: MetaFolder, part: Part, c: Config, found: Found) -> SourceTensor:
+    return ShardedFloats(name_of(source, part), part.shape(c), found)
+
+
+PARTS = {GgufFile: gguf_part, HuggingFaceFolder: hugging_face_part, MetaFolder: meta_part}
+
+
+# ---- what --save wrote
+
+
+def saved_tensor(format: Format, t: ModelTensor, c: Config, found: Found) -> SourceTensor:
+    shape = t.shape(c)
+    if not t.is_matrix:
+        name = f"{t.name}.weight"
+        files = found.get(name, [])
+        if t.field == "qk_norm":  # saved as it is in the model, with a row for q and one for k
+            files = [replace(file, shape=(math.prod(file.shape),)) for file in files]
+        return Floats(name, shape, {name: files})
+    wanted = saved_matrix(t, c, format)
+    if t.of_experts:
+        rows, columns = shape
+        shape = (c.n_experts, rows // c.n_experts, columns)
+    return SavedMatrix(t.name, shape, found, wanted=wanted)
+
+
+def saved_matrix(t: ModelTensor, c: Config, format: Format) -> dict[str, Wanted]:
+    """The tensors that --save writes for a matrix, by name. The codes bear the name of the matrix
+    itself, and a tensor of a single column is written as a vector."""
+    wanted = {}
+    name = t.name  # of the first
+    for key, (dtype, (rows, columns)) in format.for_matrix(t.name).shapes(*t.shape(c)).items():
+        if wanted:
+            name = f"{t.name}.{key}"
+        shape = (rows, columns)
+        if columns == 1:
+            shape = (rows,)
+        wanted[name] = Wanted((dtype,), [shape])
+    return wanted
 
 
 # ---- the formats that keep them

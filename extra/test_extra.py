@@ -1221,6 +1221,13 @@ SPOILED = {
     "compressed torch file": (torch_file(b"x" * 99, compressed), "(it is compressed)"),
     "saved, another layout": (spoil_tensors(fused_llama="1"), "saved by another version of fused-llama, in the format"),
     "saved, another format": (spoil_tensors(format="e3m4"), "of fused-llama, in the format 'e3m4': save it again"),
+    "saved, second output matrix": (
+        both(
+            spoil_config(tie_word_embeddings=True),
+            spoil_tensors(lambda t: t.update({"output.weight": t["tok_embeddings.weight"].clone()})),
+        ),
+        "output.weight is unexpected",
+    ),
     "saved, missing scale": (spoil_tensors(lambda t: t.pop("output.scale")), "output.scale is missing"),
     "saved, short matrix": (put(W13, lambda t: t[:9]), f"{W13} is [9, 64], expected [224, 64]"),
     "saved, another config": (
