@@ -226,7 +226,7 @@ def some_rows(
     extremes = torch.stack(weights.aminmax()).abs()
     if not (extremes <= most).all():
         worst = "NaN or inf" if not extremes.isfinite().all() else f"a weight beyond {most:g}"
-        raise ValueError(f"{worst} cannot be encoded")
+        raise ValueError(f"{worst} cannot be stored in this format")
     elements = 1 << 16 if weights.is_cpu else 1 << 24
     rows = max(1, elements // weights.shape[1])
     yield from zip(*(t.split(rows) for t in (weights, *out)))
