@@ -217,6 +217,12 @@ MUTANTS = [
         "tied_embeddings",
     ),
     Mutant(
+        "extra/layouts.py",
+        "if c.tie_embeddings and not source.format:",
+        "if c.tie_embeddings:",
+        "spoiled_checkpoint and second",
+    ),
+    Mutant(
         "extra/sources.py", "if named.get(t.name, t.file) == t.file", "", "files_beside and twice"
     ),
     Mutant(

@@ -92,7 +92,9 @@ def hugging_face_config(f: Fields, generation: Fields) -> Config:
     window = None
     if family.has_window(f) and f.get("sliding_window") is not None:
         window = f.number("sliding_window", 1, 1 << 24)
+    n_kv_heads = f.number("num_key_value_heads", 1, 1024, n_heads)
     head_dim = f.number("head_dim", 2, 1024, dim // n_heads)
+    check_heads(f, n_heads, n_kv_heads, head_dim)
     rope = rope_of(f, head_dim, max_seq_len)
     vocab_size = f.number("vocab_size", 1, 1 << 22)
     bos_ids = generation.ids("bos_token_id", vocab_size) or f.ids("bos_token_id", vocab_size)
@@ -105,7 +107,7 @@ def hugging_face_config(f: Fields, generation: Fields) -> Config:
         dim=dim,
         n_layers=f.number("num_hidden_layers", 1, 1024),
         n_heads=n_heads,
-        n_kv_heads=f.number("num_key_value_heads", 1, 1024, n_heads),
+        n_kv_heads=n_kv_heads,
         head_dim=head_dim,
         hidden_dim=f.number(family.hidden_dim, 1, 1 << 20),
         vocab_size=vocab_size,
@@ -126,6 +128,16 @@ def hugging_face_config(f: Fields, generation: Fields) -> Config:
         bos_id=next(iter(bos_ids), None),
         eos_ids=tuple(dict.fromkeys(eos_ids)),
     )
+
+
+def check_heads(f: Fields, n_heads: int, n_kv_heads: int, head_dim: int) -> None:
+    """Raise ValueError if the numbers do not fit one another."""
+    if n_heads % n_kv_heads:
+        raise ValueError(
+            f"{f.file}: {n_heads} query heads cannot share {n_kv_heads} key/value heads evenly"
+        )
+    if head_dim % 2:
+        raise ValueError(f"{f.file}: head_dim is {head_dim}; RoPE needs an even one")
 
 
 def experts_of(f: Fields, norm_topk: bool | None) -> dict[str, int | bool]:
@@ -162,12 +174,15 @@ def meta_config(f: Fields) -> Config:
     window = None
     if f.get("sliding_window") is not None:  # Mistral writes it, and hidden_dim
         window = f.number("sliding_window", 1, 1 << 24)
+    n_kv_heads = f.number("n_kv_heads", 1, 1024, n_heads)
+    head_dim = f.number("head_dim", 2, 1024, dim // n_heads)
+    check_heads(f, n_heads, n_kv_heads, head_dim)
     return Config(
         dim=dim,
         n_layers=f.number("n_layers", 1, 1024),
         n_heads=n_heads,
-        n_kv_heads=f.number("n_kv_heads", 1, 1024, n_heads),
-        head_dim=f.number("head_dim", 2, 1024, dim // n_heads),
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
         hidden_dim=f.number("hidden_dim", 1, 1 << 20, hidden),
         vocab_size=f.number("vocab_size", -1, 1 << 22, -1),
         norm_eps=f.number("norm_eps", 0, 1, 1e-5, float),

@@ -40,20 +40,9 @@ class Source(ABC):
     def __init__(self, path: Path):
         self.path = path
 
+    @abstractmethod
     def config(self) -> Config:
         """The model's configuration. Raises OSError, ValueError."""
-        c = self.unchecked_config()
-        if c.n_heads % c.n_kv_heads:
-            raise ValueError(
-                f"{self.path}: {c.n_heads} query heads cannot share {c.n_kv_heads} key/value heads evenly"
-            )
-        if c.head_dim % 2:
-            raise ValueError(f"{self.path}: head_dim is {c.head_dim}; RoPE needs an even one")
-        return c
-
-    @abstractmethod
-    def unchecked_config(self) -> Config:
-        """The same, before fields are compared with one another."""
 
     @abstractmethod
     def tokenizer(self) -> Path:
@@ -73,7 +62,7 @@ class Source(ABC):
 
 
 class GgufFile(Source):
-    """A file of llama.cpp's, or the first part of a split one."""
+    """A file of llama.cpp's, or the first shard of a split one."""
 
     naming = "gguf"
 
@@ -81,7 +70,7 @@ class GgufFile(Source):
     def header(self) -> gguf.GGUF:
         return gguf.read_header(self.path)
 
-    def unchecked_config(self) -> Config:
+    def config(self) -> Config:
         said = Fields(self.path, gguf.config_json(self.header))
         return hugging_face_config(said, Fields(self.path, {}))
 
@@ -195,7 +184,7 @@ class HuggingFaceFolder(Folder):
         """How others have quantised its matrices. Returns None if they have not."""
         return schemes.scheme_of(self.config_json)
 
-    def unchecked_config(self) -> Config:
+    def config(self) -> Config:
         return hugging_face_config(self.config_json, generation_of(self.path))
 
 
@@ -210,7 +199,7 @@ class MetaFolder(Folder):
         files.pop("config.json", None)  # whatever lies beside
         return files
 
-    def unchecked_config(self) -> Config:
+    def config(self) -> Config:
         config = meta_config(Fields(self.path / "params.json"))
         if config.vocab_size >= 1:
             return config
@@ -237,7 +226,7 @@ class SavedFolder(Folder):
         super().__init__(path)
         self.format = format
 
-    def unchecked_config(self) -> Config:
+    def config(self) -> Config:
         return small_source(self.path).config()
 
 

@@ -100,7 +100,7 @@ class SourceTensor:
         start = 0
         for some in rows:
             taken = (*[ALL] * (len(self.shape) - 2), some, columns)
-            spans = [range(size)[part] for size, part in zip(self.shape, taken)]
+            spans = [range(size)[of_dim] for size, of_dim in zip(self.shape, taken)]
             for piece in split(spans, most, self.head_dim or 1):
                 end = start + rows_in(piece)
                 yield slice(start, end), piece
