@@ -4,8 +4,10 @@ Files without a place beside them lie in extra/.
       a name: "owner/name", a folder or a GGUF file
     1   |  hub.py        finds it on this machine, or downloads it
       a path
-    2   |  sources.py    which layout is it: Hugging Face's, Meta's, GGUF, or --save's? How each
-        |               stores its tensors is read best with step 5
+    2   |  headers.py    where tensors lie in a file: the header of a safetensors file
+        |  torchfile.py  the same for a file that torch.save wrote
+        |  sources.py    which layout is it: Hugging Face's, Meta's, GGUF, or --save's? And what lies
+        |               where in each
       a Source
     3   |  config.py     reads config.json or params.json, and refuses what is not supported
         |  families.py   what tells Llama, Qwen3 and other families apart: a row each
@@ -13,10 +15,10 @@ Files without a place beside them lie in extra/.
       a Config
     4   |  names.py      the tensors of such a model, and what each layout calls their parts
       names and shapes
-    5   |  reading.py    tensors in files: where they lie, and reading some rows of several at once
-        |  tensors.py    the tensors of a model, made of these. Only headers are read, and checked
-        |  torchfile.py  the header, as it were, of a file that torch.save wrote
+    5   |  reading.py    reads tensors in files, some rows of several at once
         |  schemes.py    how other programs store the matrices that they have quantised
+        |  tensors.py    a tensor of a model, made of those in files
+        |  layouts.py    all tensors of a model, made of a Source's. Only headers are read, and checked
       a Checkpoint: the Config and its tensors
     6   |  hardware.py   chooses device, type and backend, and asks whether it all fits into memory
     7   |  Loader        (here) copies them to the device. A matrix stays in floats, is encoded
@@ -30,8 +32,8 @@ and joins them. Under it, FileTensors say where the bytes lie in files. A Source
 by piece, while the next pieces are on their way from the files (reading.py), and each piece knows
 which rows of the tensor it is, so that the Loader only copies it there.
 
-Only hub.py and a Source know a layout. files.py opens all files, since none is trusted. save.py
-goes the other way, and writes the weights of a Loader to a folder."""
+Only hub.py, sources.py and layouts.py know a layout. files.py opens all files, since none is
+trusted. save.py goes the other way, and writes the weights of a Loader to a folder."""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from extra import hub, schemes
+from extra import hub
 from extra.config import read_sampling
 from extra.cpu import in_cpu_layout, storage_dtype
 from extra.files import one_line_errors
@@ -58,6 +60,7 @@ from extra.hardware import (
     pick_device,
     pick_dtype,
 )
+from extra.layouts import formats_as_stored, tensors_for
 from extra.names import (
     CUT,
     Formats,
@@ -119,9 +122,8 @@ def load(
     folder = checkpoint.folder
     config = checkpoint.config
     given = sampling or {}
+    checkpoint.check_original(format, or_own=True)
     own = read_sampling(folder, given)
-    if not checkpoint.format or format != checkpoint.format.name:
-        checkpoint.check_original(format)
 
     # Step 6
     on = pick_device(device, ranks)
@@ -145,10 +147,10 @@ def load(
     else:
         # On a CPU torch has no fast product for 8-bit codes in groups, so they are decoded
         decodes = on.type == "cpu" and backend == "torch"
-        formats = checkpoint.formats_as_stored(config, most_bits=4 if decodes else 8)
+        formats = formats_as_stored(checkpoint.tensors, config, most_bits=4 if decodes else 8)
     check_groups(config, formats)
     ranks.join(on)
-    check_memory(config, as_dtype, on, ctx_size, formats, kv_fp8, ranks)
+    check_memory(config, as_dtype, on, ctx_size, formats, kv_fp8, ranks, matrix_dtype)
 
     # Step 7
     loader = Loader(checkpoint, as_dtype, matrix_dtype, on, formats, backend, ranks, quiet)
@@ -193,11 +195,15 @@ def is_whole(path: Path) -> bool:
     try:
         if path.is_dir():
             weight_files(path)
-        try:
-            read_config(path)
-        except ValueError:  # it is not supported, and `load` will say why
-            return True
-        Checkpoint(path).source.tokenizer()
+        source = source_of(path)
+        config = source.config()
+    except OSError:
+        return False
+    except ValueError:  # it is not supported, and `load` will say why
+        return True
+    try:
+        tensors_for(source, config)
+        source.tokenizer()
     except (OSError, ValueError):
         return False
     return True
@@ -224,7 +230,7 @@ class Checkpoint:
         self.source = source_of(folder)
         config = self.source.config()
         self.format = self.source.format  # of the matrices, if --save has encoded them
-        self.config, self.tensors = self.source.tensors(config)
+        self.config, self.tensors = tensors_for(self.source, config)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -244,10 +250,12 @@ class Checkpoint:
         """Whether matrices are quantised, by others or by --save."""
         return bool(self.format or self.quantised)
 
-    def check_original(self, format: str | None) -> None:
-        """Raise ValueError if matrices that are encoded already would be encoded again."""
+    def check_original(self, format: str | None, or_own: bool = False) -> None:
+        """Raise ValueError if matrices that are encoded already would be encoded again. or_own: the
+        format in which --save has encoded them may be named, as they stay in it."""
         own = self.format.name if self.format else self.quantised
-        if own and format:
+        stays = or_own and format == own
+        if own and format and not stays:
             lossy = f"its matrices are {own}, and {format} would lose precision a second time"
             raise ValueError(f"{self.folder}: {lossy}: run it as it is, or encode the original")
 
@@ -255,18 +263,6 @@ class Checkpoint:
     def elements(self) -> int:
         parts = model_parts(self.config).values()
         return sum(math.prod(part.shape(self.config)) for part in parts)
-
-    def formats_as_stored(self, c: Config, most_bits: int) -> Formats:
-        """The formats, of at most `most_bits` bits, that store a rank's matrices exactly as others
-        have quantised them."""
-        formats = {}
-        for t in model_tensors(c):
-            if t.is_matrix:
-                in_files = self.tensors[t.name].all_schemes
-                format = schemes.format_for(in_files, t.shape(c)[1], most_bits)
-                if format:
-                    formats[t.name] = format
-        return formats
 
     def first_bad_tensor(self, dtype: torch.dtype) -> str | None:
         """What is wrong with the first tensor of floats that holds NaN or inf, in the file or once
@@ -394,16 +390,16 @@ class Loader:
     def encode(self, format: Format, t: ModelTensor, columns: slice) -> Tensors:
         """Encode a matrix from whole rows, so that its codes do not depend on the number of ranks;
         if the format cannot be cut, from this rank's columns."""
-        N, part = self.shapes[t.name]
+        N, kept = self.shapes[t.name]  # the columns of this rank
         K = t.shape(self.whole)[1]
         data = self.workspace[: N * K].view(N, K)
         self.fill(data, t)
         tensors = self.encoded[t.name]
         try:
-            if part == K or not format.can_be_cut(K, part):
+            if kept == K or not format.can_be_cut(K, kept):
                 return format.encode(data[:, columns], tensors)
-            for tensor, whole in zip(tensors, format.encode(data)):
-                tensor.copy_(whole[:, columns_in(columns, K, whole.shape[1])])
+            for tensor, all_columns in zip(tensors, format.encode(data)):
+                tensor.copy_(all_columns[:, columns_in(columns, K, all_columns.shape[1])])
             return tensors
         except ValueError as error:
             flaw = self.checkpoint.tensors[t.name].flaw(self.matrix_dtype)

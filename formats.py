@@ -95,7 +95,7 @@ class Format:
     def cache_key(self) -> str:
         return cache_key(getattr(self, field.name) for field in fields(self))
 
-    def at(self, name: str) -> Format:
+    def for_matrix(self, name: str) -> Format:
         """The format for the model's matrix of this name. A format may keep some of them in another
         one."""
         return self

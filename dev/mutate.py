@@ -84,7 +84,7 @@ MUTANTS = [
     ),
     Mutant(
         "extra/cpu.py",
-        'if any(f is not w.format and f.at("output") is w.format for f in among):',
+        'if any(f is not w.format and f.for_matrix("output") is w.format for f in among):',
         "if False:",
         "model_in_a_format and int4",
     ),
@@ -203,23 +203,32 @@ MUTANTS = [
     ),
     Mutant("model.py", "+= len(prompt) - reused", "+= len(prompt)", "calls_on_one_state and CPU"),
     Mutant(
-        "extra/config.py", "(1 - part + part / factor)", "(0 * part + 1 / factor)", "places_of_rope"
+        "extra/config.py",
+        "(1 - share + share / factor)",
+        "(0 * share + 1 / factor)",
+        "places_of_rope",
     ),
     Mutant("extra/config.py", ' or f.ids("eos_token_id", vocab_size)', "", "config_eos"),
     Mutant("extra/config.py", "fields | _said(last)", "_said(last) | fields", "places_of_rope"),
     Mutant(
-        "extra/sources.py",
+        "extra/layouts.py",
         "or not equal(one, other)",
         "or equal(one, other)",
         "tied_embeddings",
+    ),
+    Mutant(
+        "extra/layouts.py",
+        "if c.tie_embeddings and not source.format:",
+        "if c.tie_embeddings:",
+        "spoiled_checkpoint and second",
     ),
     Mutant(
         "extra/sources.py", "if named.get(t.name, t.file) == t.file", "", "files_beside and twice"
     ),
     Mutant(
         "extra/hardware.py",
-        "max(MARGIN * largest, largest_read(c))",
-        "MARGIN * largest_read(c)",
+        "max(MARGIN * largest * dtype.itemsize, to_encode)",
+        "MARGIN * to_encode",
         "memory_of_7b",
     ),
     Mutant(
@@ -242,7 +251,7 @@ MUTANTS = [
     ),
     Mutant(
         "extra/reading.py",
-        "if tensor.version != versions[tensor.file]:",
+        "if tensor.stamp != stamps[tensor.file]:",
         "if False:",
         "that_change",
     ),

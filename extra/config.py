@@ -92,7 +92,9 @@ def hugging_face_config(f: Fields, generation: Fields) -> Config:
     window = None
     if family.has_window(f) and f.get("sliding_window") is not None:
         window = f.number("sliding_window", 1, 1 << 24)
+    n_kv_heads = f.number("num_key_value_heads", 1, 1024, n_heads)
     head_dim = f.number("head_dim", 2, 1024, dim // n_heads)
+    check_heads(f, n_heads, n_kv_heads, head_dim)
     rope = rope_of(f, head_dim, max_seq_len)
     vocab_size = f.number("vocab_size", 1, 1 << 22)
     bos_ids = generation.ids("bos_token_id", vocab_size) or f.ids("bos_token_id", vocab_size)
@@ -105,7 +107,7 @@ def hugging_face_config(f: Fields, generation: Fields) -> Config:
         dim=dim,
         n_layers=f.number("num_hidden_layers", 1, 1024),
         n_heads=n_heads,
-        n_kv_heads=f.number("num_key_value_heads", 1, 1024, n_heads),
+        n_kv_heads=n_kv_heads,
         head_dim=head_dim,
         hidden_dim=f.number(family.hidden_dim, 1, 1 << 20),
         vocab_size=vocab_size,
@@ -126,6 +128,16 @@ def hugging_face_config(f: Fields, generation: Fields) -> Config:
         bos_id=next(iter(bos_ids), None),
         eos_ids=tuple(dict.fromkeys(eos_ids)),
     )
+
+
+def check_heads(f: Fields, n_heads: int, n_kv_heads: int, head_dim: int) -> None:
+    """Raise ValueError if the numbers do not fit one another."""
+    if n_heads % n_kv_heads:
+        raise ValueError(
+            f"{f.file}: {n_heads} query heads cannot share {n_kv_heads} key/value heads evenly"
+        )
+    if head_dim % 2:
+        raise ValueError(f"{f.file}: head_dim is {head_dim}; RoPE needs an even one")
 
 
 def experts_of(f: Fields, norm_topk: bool | None) -> dict[str, int | bool]:
@@ -162,12 +174,15 @@ def meta_config(f: Fields) -> Config:
     window = None
     if f.get("sliding_window") is not None:  # Mistral writes it, and hidden_dim
         window = f.number("sliding_window", 1, 1 << 24)
+    n_kv_heads = f.number("n_kv_heads", 1, 1024, n_heads)
+    head_dim = f.number("head_dim", 2, 1024, dim // n_heads)
+    check_heads(f, n_heads, n_kv_heads, head_dim)
     return Config(
         dim=dim,
         n_layers=f.number("n_layers", 1, 1024),
         n_heads=n_heads,
-        n_kv_heads=f.number("n_kv_heads", 1, 1024, n_heads),
-        head_dim=f.number("head_dim", 2, 1024, dim // n_heads),
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
         hidden_dim=f.number("hidden_dim", 1, 1 << 20, hidden),
         vocab_size=f.number("vocab_size", -1, 1 << 22, -1),
         norm_eps=f.number("norm_eps", 0, 1, 1e-5, float),
@@ -245,21 +260,21 @@ def _of_type(rope: Fields, D: int, max_seq_len: int) -> Rope:
     if kind == "yarn":
         return _yarn(rope, D, theta, max_seq_len)
     factor = rope.number("factor", 1, 1e6, None, float)
-    part = torch.ones(D // 2, dtype=torch.float64)
+    share = torch.ones(D // 2, dtype=torch.float64)
     if kind == "llama3":  # low frequencies are divided, high ones kept, with a ramp between
         low = rope.number("low_freq_factor", 1e-6, 1e6, None, float)
         high = rope.number("high_freq_factor", 1e-6, 1e6, None, float)
         original = rope.number("original_max_position_embeddings", 1, 1 << 24)
         frequencies = theta ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
         turns = original / (2 * math.pi) * frequencies
-        part = 1 - ((turns - low) / (high - low)).clamp(0, 1)
-    return Rope(theta, _factors(part, factor))
+        share = 1 - ((turns - low) / (high - low)).clamp(0, 1)
+    return Rope(theta, _factors(share, factor))
 
 
-def _factors(part: Tensor, factor: float) -> tuple[float, ...]:
-    """The divisor of each frequency if a part of it is divided by `factor` and the rest stays. part
+def _factors(share: Tensor, factor: float) -> tuple[float, ...]:
+    """The divisor of each frequency if a share of it is divided by `factor` and the rest stays. share
     [D/2]: how much of each frequency is divided, from 0 to 1."""
-    return tuple((1 / (1 - part + part / factor)).tolist())
+    return tuple((1 / (1 - share + share / factor)).tolist())
 
 
 def _yarn(rope: Fields, D: int, theta: float, max_seq_len: int) -> Rope:
@@ -275,9 +290,9 @@ def _yarn(rope: Fields, D: int, theta: float, max_seq_len: int) -> Rope:
     low = max(math.floor(pair(fast)), 0)
     high = min(math.ceil(pair(slow)), D - 1)
     ramp = torch.arange(D // 2, dtype=torch.float64) - low
-    part = (ramp / (high - low or 0.001)).clamp(0, 1)
+    share = (ramp / (high - low or 0.001)).clamp(0, 1)
     gain = rope.number("attention_factor", 1e-3, 1e3, 1 + 0.1 * math.log(factor), float)
-    return Rope(theta, _factors(part, factor), gain)
+    return Rope(theta, _factors(share, factor), gain)
 
 
 def _longrope(rope: Fields, D: int) -> tuple[float, ...]:

@@ -47,11 +47,11 @@ def in_cpu_layout(
     by column, since many short sums are slow. Bf16 matrices are stored in oneDNN's blocked layout;
     small ones, and those that stay in memory anyway, also keep their original copy. A matrix in a
     format also gets the copy that torch's own product needs. among: the formats of the model. What
-    one of them keeps in another (Format.at) is decoded, because a CPU reads 16 bits faster than it
+    one of them keeps in another (Format.for_matrix) is decoded, because a CPU reads 16 bits faster than it
     decodes 8. stays: whether the original stays in memory, as that of a tied embedding does."""
     if backend != "torch" or w.data.device.type != "cpu":
         return w
-    if any(f is not w.format and f.at("output") is w.format for f in among):
+    if any(f is not w.format and f.for_matrix("output") is w.format for f in among):
         dense = torch.empty(w.shape, dtype=storage_dtype(backend, dtype, w.data.device))
         for part, rows in zip(w.parts(512), dense.split(512)):
             rows.copy_(part.dense())

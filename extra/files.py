@@ -49,7 +49,7 @@ def open_regular(file: Path) -> io.FileIO:
     return f
 
 
-def version_of(stat: os.stat_result) -> tuple[int, ...]:
+def stamp_of(stat: os.stat_result) -> tuple[int, ...]:
     """What changes when a file is replaced or written: inode, size and time of last change."""
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 

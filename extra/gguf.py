@@ -22,7 +22,7 @@ from types import UnionType
 from typing import Any, NamedTuple
 
 from extra.families import FAMILIES
-from extra.files import FILE_BYTES, open_regular, version_of
+from extra.files import FILE_BYTES, open_regular, stamp_of
 
 # ---- types of tensors
 
@@ -74,7 +74,7 @@ class TensorInfo:
     shape: tuple[int, ...]  # of its values, rows first, as in torch
     file: Path
     offset: int  # of its first byte in the file
-    version: tuple[int, ...] = ()  # of the file, see files.version_of
+    stamp: tuple[int, ...] = ()  # of the file, see files.stamp_of
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +83,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class GGUF:
-    """The header of a file, or of all parts of a split one."""
+    """The header of a file, or of all shards of a split one."""
 
     file: Path  # of the metadata
     metadata: dict[str, Any]  # arrays are lists of strings, or memoryviews of numbers
@@ -124,12 +124,12 @@ class Header:
     """Reads a header from the first bytes of a file. Raises ValueError, or struct.error if they end
     too early."""
 
-    def __init__(self, file: Path, data: bytes, size: int, version: tuple[int, ...]):
+    def __init__(self, file: Path, data: bytes, size: int, stamp: tuple[int, ...]):
         """data: the first bytes of the file, at most FILE_BYTES."""
         self.file = file
         self.data = data
         self.size = size  # of the whole file
-        self.version = version
+        self.stamp = stamp
         self.at = 4  # after "GGUF"
 
     def damaged(self, what: str) -> ValueError:
@@ -219,9 +219,7 @@ class Header:
         for info in table:
             if info.name in gguf.tensors:
                 raise self.damaged(f"it has {info.name} twice")
-            gguf.tensors[info.name] = replace(
-                info, offset=start + info.offset, version=self.version
-            )
+            gguf.tensors[info.name] = replace(info, offset=start + info.offset, stamp=self.stamp)
             if start + info.offset + info.nbytes > self.size:
                 raise self.damaged(f"{info.name} lies outside it, perhaps because it is cut off")
         if sum(info.nbytes for info in table) > self.size:
@@ -229,9 +227,9 @@ class Header:
         return gguf
 
 
-@lru_cache(maxsize=64)  # of the parts of a file; configuration, tokenizer and tensors need them
-def _read_version(file: Path, version: tuple[int, ...]) -> GGUF:
-    """The header of one file, which is read again once the file has another version."""
+@lru_cache(maxsize=64)  # of the shards of a file; configuration, tokenizer and tensors need them
+def _read_stamped(file: Path, stamp: tuple[int, ...]) -> GGUF:
+    """The header of one file, which is read again once the file has another stamp."""
     with open_regular(file) as f:
         if f.read(4) != b"GGUF":
             raise ValueError(f"{file} is not a GGUF file")
@@ -239,36 +237,36 @@ def _read_version(file: Path, version: tuple[int, ...]) -> GGUF:
         f.seek(0)
         data = f.read(FILE_BYTES)
     try:
-        return Header(file, data, size, version).read()
+        return Header(file, data, size, stamp).read()
     except (struct.error, UnicodeDecodeError) as error:
         raise ValueError(
             f"{file} is damaged, or cut off in its header ({error}): download it again"
         ) from None
 
 
-def _read_part(file: Path) -> GGUF:
-    return _read_version(file, version_of(file.stat()))
+def _read_shard(file: Path) -> GGUF:
+    return _read_stamped(file, stamp_of(file.stat()))
 
 
 def read_header(file: Path) -> GGUF:
-    """A file's header. If it is one part of a split file (A-00001-of-00003.gguf), that of all parts
+    """A file's header. If it is one shard of a split file (A-00001-of-00003.gguf), that of all shards
     together. Raises OSError, ValueError."""
-    found = _read_part(file)
+    found = _read_shard(file)
     count = found.get("split.count", int, 1)
     if count <= 1:
         return found
     name = re.fullmatch(r"(.*-)\d{5}(-of-\d{5}\.gguf)", file.name)
     if not name:
         raise ValueError(
-            f"{file} is one of {count} parts: its name must end in -00001-of-{count:05}.gguf"
+            f"{file} is one of {count} shards: its name must end in -00001-of-{count:05}.gguf"
         )
-    parts = [_read_part(file.with_name(f"{name[1]}{i + 1:05}{name[2]}")) for i in range(count)]
+    shards = [_read_shard(file.with_name(f"{name[1]}{i + 1:05}{name[2]}")) for i in range(count)]
     tensors: dict[str, TensorInfo] = {}
-    for part in parts:
-        for key, info in part.tensors.items():
+    for shard in shards:
+        for key, info in shard.tensors.items():
             if tensors.setdefault(key, info) is not info:
-                raise ValueError(f"{part.file} has {key} a second time: download it again")
-    return GGUF(parts[0].file, parts[0].metadata, tensors)
+                raise ValueError(f"{shard.file} has {key} a second time: download it again")
+    return GGUF(shards[0].file, shards[0].metadata, tensors)
 
 
 # ---- the model
@@ -351,7 +349,7 @@ def config_json(gguf: GGUF) -> dict[str, Any]:
         "sliding_window": said("attention.sliding_window") or None,
         "use_sliding_window": bool(said("attention.sliding_window")),
         "max_window_layers": 0,
-        "attention_bias": True,  # where there are such tensors: see Source.without_absent_biases
+        "attention_bias": True,  # where there are such tensors: see layouts.py
         "mlp_bias": True,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "torch_dtype": _dtype(gguf),

@@ -150,14 +150,17 @@ def check_memory(
     formats: Formats,
     kv_fp8: bool = False,
     ranks: Ranks = Ranks(),
+    encoded_from: torch.dtype | None = None,
 ) -> None:
     """Raise MemoryError if weights, cache and workspace do not fit, before any of them is
-    allocated. If the config is cut, they are those of one rank."""
+    allocated. If the config is cut, they are those of one rank. encoded_from: the type in which
+    matrices are read to be encoded, by default dtype."""
     on_cpu = device.type == "cpu"
     weights = weight_bytes(c, dtype, formats)
     matrices = [t for t in model_tensors(c) if t.is_matrix]
     largest = max(math.prod(t.shape(c)) // t.matrices(c) for t in matrices)
-    workspace = dtype.itemsize * max(MARGIN * largest, largest_read(c))
+    to_encode = (encoded_from or dtype).itemsize * largest_read(c)
+    workspace = max(MARGIN * largest * dtype.itemsize, to_encode)
     layer = 2 * c.kv_dim * ctx_size  # keys and values of one layer
     cache = c.n_layers * layer
     if kv_fp8:

@@ -17,8 +17,9 @@ from extra.files import open_regular, read_json
 
 ROOT = Path(__file__).resolve().parents[1]  # of this program
 
+CONFIGURATIONS = ["config.json", "params.json"]
 SMALL_FILES = [
-    "config.json", "params.json", "generation_config.json", "tokenizer.model", "tokenizer.json",
+    *CONFIGURATIONS, "generation_config.json", "tokenizer.model", "tokenizer.json",
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "hf_quant_config.json",
 ]  # fmt: skip
@@ -147,15 +148,15 @@ def pick_gguf(names: Collection[str], kind: str) -> list[str]:
     this kind. Without a kind, that is Q4_K_M, or else the first that can be read."""
     models = sorted(name for name in names if name.endswith(".gguf") and "mmproj" not in name)
 
-    def naming(kinds: str) -> list[str]:
+    def of_kind(kinds: str) -> list[str]:
         pattern = re.compile(f"(?<![a-z0-9])({kinds})(_[SML])?(?![a-z0-9_])", re.IGNORECASE)
         return [name for name in models if pattern.search(name)]
 
     if kind:
-        found = naming(re.escape(kind))
+        found = of_kind(re.escape(kind))
     else:
         readable = "|".join(t.name for t in gguf.TYPES.values())
-        found = naming("Q4_K_M") or naming(readable)
+        found = of_kind("Q4_K_M") or of_kind(readable)
     stem = lambda name: re.sub(r"-\d{5}-of-\d{5}\.gguf$", "", name)
     return [name for name in found if stem(name) == stem(found[0])]
 
@@ -168,7 +169,7 @@ def _cached(name: str, gguf_kind: str | None) -> Path | None:
     if gguf_kind is not None:
         wanted = []
     elif is_offline_mode():
-        wanted = SMALL_FILES[:2]  # whatever is cached must do
+        wanted = CONFIGURATIONS  # whatever is cached must do
     else:
         wanted = SMALL_FILES
     try:

@@ -53,7 +53,7 @@ class Int4(codes4.Codes4):
         blocks = runs[:whole].view(-1, 4, 2, 4).transpose(1, 3).flatten()
         return torch.cat((blocks, runs[whole:]))
 
-    def at(self, name: str) -> Format:
+    def for_matrix(self, name: str) -> Format:
         """The output matrix is kept in E4M3: that lowers the KL divergence by a third
         (BENCHMARKS.md)."""
         return E4M3 if name == "output" else self

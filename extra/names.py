@@ -18,7 +18,6 @@ class Kind(Enum):
     """What a part is to the model."""
 
     VECTOR = "a norm or a bias"
-    ROW = "a vector that becomes a row of a matrix"
     TABLE = "the embedding, whose rows are looked up"
     PLAIN = "a matrix that stays in 16 or 32 bits: a router"
     MATRIX = "a matrix for which a format may be chosen"
@@ -64,8 +63,6 @@ class Part:
     def joined_shape(self, c: Config) -> tuple[int, ...]:
         """Its shape as part of the model's tensor."""
         shape = self.shape(c)
-        if self.kind is Kind.ROW:
-            return (1, *shape)
         if self.of_experts:
             count, rows, columns = shape
             return count * rows, columns
@@ -80,7 +77,7 @@ class Part:
 
 
 # fmt: off
-VECTOR, ROW, TABLE, PLAIN, MATRIX = Kind
+VECTOR, TABLE, PLAIN, MATRIX = Kind
 LAYERS = {"meta": "layers", "hugging_face": "model.layers", "gguf": "blk"}
 LAYER = (
     Part("attention_norm", VECTOR, ("dim",), "attention_norm.weight", "input_layernorm.weight", "attn_norm.weight"),
@@ -94,9 +91,9 @@ LAYER = (
     Part("qkv_bias", VECTOR, ("kv_dim",), "attention.wk.bias", "self_attn.k_proj.bias", "attn_k.bias",
          rotated=True),
     Part("qkv_bias", VECTOR, ("kv_dim",), "attention.wv.bias", "self_attn.v_proj.bias", "attn_v.bias"),
-    Part("qk_norm", ROW, ("head_dim",), "attention.q_norm.weight", "self_attn.q_norm.weight",
+    Part("qk_norm", VECTOR, ("head_dim",), "attention.q_norm.weight", "self_attn.q_norm.weight",
          "attn_q_norm.weight", rotated=True),
-    Part("qk_norm", ROW, ("head_dim",), "attention.k_norm.weight", "self_attn.k_norm.weight",
+    Part("qk_norm", VECTOR, ("head_dim",), "attention.k_norm.weight", "self_attn.k_norm.weight",
          "attn_k_norm.weight", rotated=True),
     Part("wo", MATRIX, ("dim", "q_dim"), "attention.wo.weight", "self_attn.o_proj.weight", "attn_output.weight"),
     Part("wo_bias", VECTOR, ("dim",), "attention.wo.bias", "self_attn.o_proj.bias", "attn_output.bias"),
@@ -189,12 +186,9 @@ class ModelTensor:
         found = []
         start = 0
         for part in self.parts[::turns]:
-            if part.kind is Kind.ROW:
-                taken, count = slice(0, 1), 1
-            else:
-                taken, count = share(part.row_dim), getattr(c, part.row_dim)
+            taken = share(part.row_dim)
             found.append(slice(start + turns * taken.start, start + turns * taken.stop))
-            start += turns * count
+            start += turns * getattr(c, part.row_dim)
         return found
 
 
@@ -222,6 +216,8 @@ def layer_weights(made: dict[str, Tensor | Matrix]) -> LayerWeights:
     for bias, matrix in BIASES.items():
         if bias in made:
             made[matrix].bias = made.pop(bias)
+    if "qk_norm" in made:
+        made["qk_norm"] = made["qk_norm"].view(2, -1)  # of q, and of k
     return LayerWeights(**made)
 
 
@@ -250,12 +246,12 @@ Formats = dict[str, Format]
 
 
 def formats_of(c: Config, format: Format | None) -> Formats:
-    """The formats of all matrices if `format` is chosen for the model. It may keep some in another
-    one, or none."""
+    """The formats of a model's matrices if `format` is chosen for it. That may take another format
+    for some, and leave some in 16 or 32 bits."""
     if format is None:
         return {}
-    formats = {name: format.at(name) for name in matrix_shapes(c)}
-    return {name: of_matrix for name, of_matrix in formats.items() if of_matrix}
+    formats = {name: format.for_matrix(name) for name in matrix_shapes(c)}
+    return {name: chosen for name, chosen in formats.items() if chosen}
 
 
 def weight_bytes(c: Config, dtype: torch.dtype, formats: Formats) -> int:

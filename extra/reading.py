@@ -1,13 +1,12 @@
-"""Reading tensors from files, in step 5 of loading (see checkpoint.py). A FileTensor says where one
-lies. Several are read together, by threads, into one buffer, which a GPU copies at once; and while
-they are converted, the next ones are being read (in_order)."""
+"""Reading tensors from files, in step 5 of loading (see checkpoint.py). Several are read together, by
+threads, into one buffer, which a GPU copies at once; and while they are converted, the next ones
+are being read (in_order)."""
 
 import io
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -17,7 +16,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from extra.files import open_regular, version_of
+from extra.files import open_regular, stamp_of
+from extra.headers import ALIGNED, FileTensor
 
 CPU = torch.device("cpu")
 READ_BYTES = 1 << 20  # that a thread reads at a time
@@ -26,10 +26,8 @@ READERS = 4
 # Bytes that are read together, unless a single piece has more. For up to 32 MB, a CPU's allocator
 # keeps the memory, which is faster than to ask the system for new pages
 TOGETHER = 1 << 24
-ALIGNED = 64  # bytes at a multiple of which each tensor begins that is read
-SHORT_RUN = 64  # bytes; neighbouring elements that are fewer are not read by themselves
 
-# ---- tensors in files
+# ---- tensors that are read together
 
 
 @cache
@@ -37,65 +35,6 @@ def readers(process: int) -> ThreadPoolExecutor:
     """The reading threads of a process, since a forked one has none of its parent's. They are
     started once, as a model may be read in thousands of pieces."""
     return ThreadPoolExecutor(READERS)
-
-
-@dataclass(frozen=True, eq=False)
-class FileTensor:
-    """A tensor in a file, or some spans of one: where its elements are."""
-
-    file: Path
-    name: str
-    dtype: torch.dtype | None  # None if no model here uses its type
-    shape: tuple[int, ...]
-    offset: int = 0  # of its first byte
-    version: tuple[int, ...] = ()  # of the file whose header was read, see files.version_of
-    # In elements, as torch counts them; None: rows follow one another without gaps
-    strides: tuple[int, ...] | None = None
-
-    def cut(self, spans: Sequence[range]) -> "FileTensor":
-        """These spans of its dimensions."""
-        strides = self.strides or without_gaps(self.shape)
-        first = sum(span.start * stride for span, stride in zip(spans, strides))
-        shape = tuple(len(span) for span in spans)
-        offset = self.offset + first * self.dtype.itemsize
-        return replace(self, shape=shape, offset=offset, strides=strides)
-
-    @property
-    def end(self) -> int:
-        """Where in the file its last element ends."""
-        apart = zip(self.shape, self.strides or without_gaps(self.shape))
-        last = sum((size - 1) * stride for size, stride in apart)
-        return self.offset + (last + 1) * self.dtype.itemsize
-
-    def reads(self) -> tuple[int, list[int]]:
-        """What to read: how many bytes a run of neighbouring elements has, and where in the file each
-        run begins. If runs are short, a single one covers them all and whatever lies between."""
-        apart = list(zip(self.shape, self.strides or without_gaps(self.shape)))
-        length = 1
-        while apart and apart[-1][1] == length:
-            size, _ = apart.pop()
-            length *= size
-        if apart and length * self.dtype.itemsize < SHORT_RUN:
-            return self.end - self.offset, [self.offset]
-        starts = [0]
-        for size, stride in apart:
-            starts = [start + i * stride for start in starts for i in range(size)]
-        of_bytes = self.dtype.itemsize
-        return length * of_bytes, [self.offset + start * of_bytes for start in starts]
-
-    def tensor(self, raw: Tensor) -> Tensor:
-        """The tensor in the bytes that have been read, uint8 at a multiple of ALIGNED."""
-        elements = raw.view(self.dtype)
-        _, starts = self.reads()
-        strides = without_gaps(self.shape)
-        if self.strides and len(starts) == 1:
-            strides = self.strides
-        return elements.as_strided(self.shape, strides, elements.storage_offset())
-
-
-def without_gaps(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a tensor whose rows follow one another."""
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 # An open file, the memory to read into, and where these bytes begin in the file
@@ -115,8 +54,8 @@ class Reading:
         """Raises OSError."""
         self.of = of
         self.device = device
-        reads = [tensor.reads() for tensor in of]
-        self.sizes = [-(-length * len(starts) // ALIGNED) * ALIGNED for length, starts in reads]
+        runs = [tensor.runs() for tensor in of]
+        self.sizes = [-(-length * len(starts) // ALIGNED) * ALIGNED for length, starts in runs]
         self.raw = torch.empty(sum(self.sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.threads: list[Future] = []
         self.files: dict[Path, io.FileIO] = {}
@@ -128,7 +67,7 @@ class Reading:
             self.close()
             raise
         jobs: list[Job] = []
-        for tensor, (length, starts), raw in zip(of, reads, self.raw.split(self.sizes)):
+        for tensor, (length, starts), raw in zip(of, runs, self.raw.split(self.sizes)):
             memory = raw.numpy()
             for i, start in enumerate(starts):
                 for at in range(0, length, READ_BYTES):
@@ -144,17 +83,17 @@ class Reading:
             for cut_short in [thread.result() for thread in self.threads]:
                 for f in cut_short:
                     raise OSError(f"{f.name} was cut short while it was being read")
-            versions = {file: version_of(os.fstat(f.fileno())) for file, f in self.files.items()}
+            stamps = {file: stamp_of(os.fstat(f.fileno())) for file, f in self.files.items()}
         finally:
             self.close()
         for tensor in self.of:
-            if tensor.version != versions[tensor.file]:
+            if tensor.stamp != stamps[tensor.file]:
                 raise OSError(f"{tensor.file} was replaced while it was being read: run it again")
         on_device = self.raw.to(self.device, non_blocking=True)
         return [t.tensor(raw) for t, raw in zip(self.of, on_device.split(self.sizes))]
 
     def close(self) -> None:
-        """Close the files, when nobody reads them any more."""
+        """Close the files, once all threads have finished."""
         wait(self.threads)
         for f in self.files.values():
             f.close()
@@ -185,7 +124,7 @@ class Piece(NamedTuple):
     make: Callable[[list[Tensor]], Any]  # what becomes of that
 
     def moved(self, first: int, step: int = 1) -> "Piece":
-        """The same as part of a larger tensor, in every `step`th row from the `first` on."""
+        """The same piece of a larger tensor, where it is every `step`th row from the `first` on."""
         start, stop = (first + step * row for row in (self.place.start, self.place.stop))
         return self._replace(place=slice(start, stop, step))
 

@@ -1,6 +1,6 @@
 """The way back from loading (see checkpoint.py): save a checkpoint with its matrices in a format,
 so that later runs need not encode them. The result is a folder with the original's small files and
-a model.safetensors whose metadata names the format. SavedFolder in sources.py reads it."""
+a model.safetensors whose metadata names the format. layouts.saved_tensor reads it."""
 
 import os
 import shutil
@@ -16,8 +16,9 @@ from torch import Tensor
 from checkpoint import Checkpoint, Loader, find_checkpoint
 from extra.files import one_line_errors
 from extra.hardware import DTYPES, check_choice, check_groups, check_memory, pick_device
+from extra.layouts import saved_matrix
 from extra.names import formats_of, model_tensors, tensor_in, weight_bytes
-from extra.sources import SAVED, SAVED_LAYOUT, saved_matrix
+from extra.sources import SAVED, SAVED_LAYOUT
 from formats import Format
 from kernels import FORMATS
 from model import Config, Weights
@@ -51,7 +52,7 @@ def save(
     as_dtype = DTYPES.get(dtype, checkpoint.dtype)
     formats = formats_of(config, FORMATS[format])
     check_groups(config, formats)
-    check_memory(config, as_dtype, on, 1, formats)
+    check_memory(config, as_dtype, on, 1, formats, encoded_from=checkpoint.dtype)
     need = weight_bytes(config, as_dtype, formats) / 1e9
     at = to if to.exists() else to.parent
     free = shutil.disk_usage(at).free / 1e9

@@ -17,6 +17,7 @@ from torch import Tensor
 import fp8
 from extra import codes4, gguf, quants
 from extra.files import Fields
+from extra.headers import Wanted
 from formats import Format, Quantised, Tensors
 
 # ---- blocks of ggml
@@ -36,17 +37,17 @@ def from_blocks(type: gguf.Type, raw: Tensor) -> Quantised:
     return Quantised(flat(codes), flat(scale), minimum, tuple(map(flat, parts)) or None)
 
 
-def checked(rows: Quantised) -> Quantised:
-    """Returns the rows. Raises ValueError if a scale or a minimum is NaN or infinite."""
-    if not all(t is None or torch.isfinite(t).all() for t in (rows.scale, rows.minimum)):
+def checked(q: Quantised) -> Quantised:
+    """Returns what it is given. Raises ValueError if a scale or a minimum is NaN or infinite."""
+    if not all(t is None or torch.isfinite(t).all() for t in (q.scale, q.minimum)):
         raise ValueError("a scale that is NaN or infinite")
-    return rows
+    return q
 
 
-# Each of the following functions takes blocks, uint8 [N, B, bytes], apart into the fields of
-# Quantised: codes [N, B, ...] in the order of the columns, the other fields [N, B, groups]. Eight
-# codes are handled at once, as the bytes of an int64: a mask clears the bits that a shift has moved
-# from one byte to the next.
+# Each of the following functions splits blocks, uint8 [N, B, bytes], into the fields of Quantised:
+# codes [N, B, ...] in the order of the columns, the other fields [N, B, groups]. Eight codes are
+# handled at once, as the bytes of an int64: a mask clears the bits that a shift has moved from one
+# byte to the next.
 
 ONES = 0x0101010101010101
 
@@ -157,18 +158,24 @@ class Scheme(NamedTuple):
 
     name: str
     format: Format  # the one that keeps it exactly
-    shapes: Callable  # (N, K) -> types and shapes of the tensors by the last word, codes first
-    read: Callable  # tensors, by the last word -> the whole matrix as Quantised
+    # From N and K to its tensors in a file, by the last word, codes first
+    wanted: Callable[[int, int], dict[str, Wanted]]
+    # From these, once they are read, to the whole matrix
+    read: Callable[[dict[str, Tensor]], Quantised]
     group: int = -1  # columns that share a scale; -1 if all do
     optional: tuple[str, ...] = ()  # tensors that may be absent, by the last word
 
 
-def decoded(scheme: gguf.Type | Scheme, rows: Quantised) -> Tensor:
+# How others have quantised a matrix
+Quantisation = gguf.Type | Scheme
+
+
+def decoded(scheme: Quantisation, q: Quantised) -> Tensor:
     """float32 [N, K]."""
     if isinstance(scheme, gguf.Type):
-        return rows.decoded()
-    tensors = scheme.format.empty(*rows.codes.shape, rows.codes.device)
-    scheme.format.write(rows, tensors)
+        return q.decoded()
+    tensors = scheme.format.empty(*q.codes.shape, q.codes.device)
+    scheme.format.write(q, tensors)
     return scheme.format.decoded(tensors)
 
 
@@ -189,13 +196,13 @@ def _with_zeros(format: Format, codes: Tensor, scale: Tensor, zero: Tensor) -> Q
     return Quantised(codes, quants.spread(scale.float(), groups), zero=quants.spread(zero, groups))
 
 
-def _gemm(group: int, N: int, K: int, codes: tuple[int, int], bits: int = 4) -> dict:
+def _gemm(group: int, N: int, K: int, codes: tuple[int, int], bits: int = 4) -> dict[str, Wanted]:
     """The tensors of AWQ and GPTQ."""
     G = max(1, K // group)
     return {
-        "qweight": (INT32, [codes]),
-        "qzeros": (INT32, [(G, N * bits // 32)]),
-        "scales": (FLOATS, [(G, N)]),
+        "qweight": Wanted(INT32, [codes]),
+        "qzeros": Wanted(INT32, [(G, N * bits // 32)]),
+        "scales": Wanted(FLOATS, [(G, N)]),
     }
 
 
@@ -227,8 +234,9 @@ def gptq(group: int, version_2: bool, bits: int = 4) -> Scheme:
             return codes4.nibbles(words)
         return words.flatten().view(torch.uint8).view(len(words), -1).short()
 
-    def shapes(N: int, K: int) -> dict:
-        return _gemm(group, N, K, (K * bits // 32, N), bits) | {"g_idx": (INT32, [(K,)])}
+    def wanted(N: int, K: int) -> dict[str, Wanted]:
+        codes = K * bits // 32, N
+        return _gemm(group, N, K, codes, bits) | {"g_idx": Wanted(INT32, [(K,)])}
 
     def read(t: dict[str, Tensor]) -> Quantised:
         codes = unpacked(t["qweight"].t())
@@ -243,7 +251,7 @@ def gptq(group: int, version_2: bool, bits: int = 4) -> Scheme:
             return _without_zeros(codes - quants.spread(zero, codes.shape[1]), t["scales"].t())
         return _with_zeros(format, codes, t["scales"].t(), zero)
 
-    return Scheme("GPTQ", format, shapes, read, group, ("g_idx",))
+    return Scheme("GPTQ", format, wanted, read, group, ("g_idx",))
 
 
 def _without_zeros(codes: Tensor, scale: Tensor) -> Quantised:
@@ -272,13 +280,16 @@ def w4a16(group: int, symmetric: bool) -> Scheme:
     points, if there are any, are packed along N."""
     format = _format_for_groups(group)
 
-    def shapes(N: int, K: int) -> dict:
+    def wanted(N: int, K: int) -> dict[str, Wanted]:
         G = max(1, K // group)
-        found = {"weight_packed": (INT32, [(N, K // 8)]), "weight_scale": (FLOATS, [(N, G)])}
+        tensors = {
+            "weight_packed": Wanted(INT32, [(N, K // 8)]),
+            "weight_scale": Wanted(FLOATS, [(N, G)]),
+        }
         if not symmetric:
-            found["weight_zero_point"] = INT32, [(N // 8, G)]
-        found["weight_g_idx"] = INT32, [(K,)]
-        return found
+            tensors["weight_zero_point"] = Wanted(INT32, [(N // 8, G)])
+        tensors["weight_g_idx"] = Wanted(INT32, [(K,)])
+        return tensors
 
     def read(t: dict[str, Tensor]) -> Quantised:
         codes = codes4.nibbles(t["weight_packed"])
@@ -290,19 +301,20 @@ def w4a16(group: int, symmetric: bool) -> Scheme:
             zero = codes4.nibbles(t["weight_zero_point"].t()).t()
         return _with_zeros(format, codes, scale, zero)
 
-    return Scheme("W4A16", format, shapes, read, group, ("weight_g_idx",))
+    return Scheme("W4A16", format, wanted, read, group, ("weight_g_idx",))
 
 
 def fp8_scaled(scale: str, in_blocks: bool) -> Scheme:
     """E4M3 codes and the scales that they are multiplied by, even if those are called
     "weight_scale_inv": one for the matrix, one for each row, or one for each 128 x 128 weights."""
 
-    def shapes(N: int, K: int) -> dict:
+    def wanted(N: int, K: int) -> dict[str, Wanted]:
         if in_blocks:
             of_scale = [(-(-N // 128), -(-K // 128))]
         else:
             of_scale = [(N, 1), (1,), (N,), (1, 1)]
-        return {"weight": ((torch.float8_e4m3fn,), [(N, K)]), scale: (FLOATS, of_scale)}
+        codes = Wanted((torch.float8_e4m3fn,), [(N, K)])
+        return {"weight": codes, scale: Wanted(FLOATS, of_scale)}
 
     def read(t: dict[str, Tensor]) -> Quantised:
         codes = t["weight"].view(torch.int8)
@@ -314,8 +326,8 @@ def fp8_scaled(scale: str, in_blocks: bool) -> Scheme:
         return Quantised(codes, factor.reshape(-1, 1).expand(len(codes), 1))
 
     if in_blocks:
-        return Scheme("FP8", quants.E4M3_128, shapes, read, 128)
-    return Scheme("FP8", fp8.E4M3, shapes, read)
+        return Scheme("FP8", quants.E4M3_128, wanted, read, 128)
+    return Scheme("FP8", fp8.E4M3, wanted, read)
 
 
 # ---- which scheme it is
@@ -391,7 +403,7 @@ def scheme_of(f: Fields) -> Scheme | None:
 
 
 def format_for(
-    schemes: set[gguf.Type | Scheme | None], columns: int, most_bits: int = 8
+    schemes: set[Quantisation | None], columns: int, most_bits: int = 8
 ) -> Format | None:
     """The smallest format that keeps matrices of all of these schemes exactly, side by side and cut
     to `columns` columns. None stands for floats. Returns None if there is no such format."""

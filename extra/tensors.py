@@ -1,87 +1,28 @@
-"""Step 5 of loading (see checkpoint.py): the tensors in files, and the SourceTensors that the loader
-reads, one for each tensor of the model. These are floats in one file or in several, matrices that
-others have quantised, matrices that `--save` wrote, or several of them joined. Only headers are
-read until rows and columns of a tensor are asked for.
+"""Step 5 of loading (see checkpoint.py): the SourceTensors that the loader reads, one for each tensor
+of the model. These are floats in one file or in several, matrices that others have quantised,
+matrices that `--save` wrote, or several of them joined. Only headers are read until rows and
+columns of a tensor are asked for.
 
 Nothing in a file is trusted: names, types and shapes are compared with what the configuration says,
 and codes and scales are checked as they are read."""
 
-import json
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from extra import gguf, schemes
-from extra.files import one_line, open_regular, version_of
-from extra.reading import CPU, FileTensor, Piece, in_order, rows_in, split
-from extra.torchfile import torch_tensors
+from extra import schemes
+from extra.files import one_line
+from extra.headers import FileTensor, Wanted
+from extra.reading import CPU, Piece, in_order, rows_in, split
 from formats import Format, Quantised, Tensors
 
 ALL = slice(None)
-
-# ---- headers of files
-
-TYPES = {  # by their names in safetensors; floats have the same names in GGUF
-    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32,
-    "F8_E4M3": torch.float8_e4m3fn,
-}  # fmt: skip
-HEADER_BYTES = 1 << 23  # the most in a safetensors file; enough for 80,000 tensors
-
-
-def tensors_of(file: Path) -> list[FileTensor]:
-    """The tensors of a file. Raises ValueError."""
-    if file.suffix == ".safetensors":
-        _, tensors = safetensors_header(file)
-        return tensors
-    return torch_tensors(file)
-
-
-def safetensors_header(file: Path) -> tuple[dict[str, str], list[FileTensor]]:
-    """The metadata and the tensors of a safetensors file. The library checks its header. A tensor
-    without dimensions counts as one with a single element. Raises ValueError."""
-    with open_regular(file) as f:
-        version = version_of(os.fstat(f.fileno()))
-        size = int.from_bytes(f.read(8), "little")
-        try:
-            if size > HEADER_BYTES:
-                raise ValueError(f"a header of {size:,} bytes")
-            # "np" maps the file read-only: it may be larger than the memory
-            with safe_open(file, "np"):
-                header = json.loads(f.read(size))
-        except (SafetensorError, ValueError) as error:
-            raise ValueError(
-                f"{file} is cut short, or no safetensors file ({error}): download it again"
-            ) from None
-    metadata = header.pop("__metadata__", None) or {}
-    found = []
-    for name, about in sorted(header.items()):
-        shape = tuple(about["shape"]) or (1,)
-        offset = 8 + size + about["data_offsets"][0]
-        dtype = TYPES.get(about["dtype"])
-        found.append(FileTensor(file, name, dtype, shape, offset, version))
-    return metadata, found
-
-
-# ---- the tensors of a checkpoint
-
-
-class Wanted(NamedTuple):
-    """The types and the shapes that a file's tensor may have."""
-
-    types: tuple[torch.dtype, ...]
-    shapes: list[tuple[int, ...]]
-
 
 Found = dict[str, list[FileTensor]]  # by name; only Meta's shards have several of one name
 # Rows of a tensor, in a stack of each of its matrices: slices, one after the other
@@ -102,7 +43,7 @@ class SourceTensor:
         shape: tuple[int, ...],
         found: Found,
         head_dim: int | None = None,
-        scheme: gguf.Type | schemes.Scheme | None = None,
+        scheme: schemes.Quantisation | None = None,
         wanted: dict[str, Wanted] | None = None,
     ):
         """name: in the file. found: all tensors of the files. head_dim: for q and k, if RoPE
@@ -122,7 +63,7 @@ class SourceTensor:
         return self.shape[-2:][0]
 
     @property
-    def all_schemes(self) -> set[gguf.Type | schemes.Scheme | None]:
+    def all_schemes(self) -> set[schemes.Quantisation | None]:
         """How others have quantised its matrices. None stands for floats."""
         return {self.scheme}
 
@@ -137,7 +78,8 @@ class SourceTensor:
     def write(
         self, format: Format, out: Tensors, device: torch.device, rows: Rows, columns: slice
     ) -> None:
-        """Write the same into the tensors of a format, without changing a weight."""
+        """Write these rows and columns into `out`, the tensors of a format, without changing a
+        weight."""
         pieces = self.quantised(rows, columns, weights_at_once(device))
         for place, quantised in in_order(pieces, device):
             format.write(quantised, tuple(tensor[place] for tensor in out))
@@ -158,7 +100,7 @@ class SourceTensor:
         start = 0
         for some in rows:
             taken = (*[ALL] * (len(self.shape) - 2), some, columns)
-            spans = [range(size)[part] for size, part in zip(self.shape, taken)]
+            spans = [range(size)[of_dim] for size, of_dim in zip(self.shape, taken)]
             for piece in split(spans, most, self.head_dim or 1):
                 end = start + rows_in(piece)
                 yield slice(start, end), piece
@@ -217,18 +159,18 @@ class Several(SourceTensor):
         self.wanted = {name: tensor.wanted[name] for tensor in tensors for name in tensor.wanted}
 
     @property
-    def all_schemes(self) -> set[gguf.Type | schemes.Scheme | None]:
+    def all_schemes(self) -> set[schemes.Quantisation | None]:
         return set().union(*(tensor.all_schemes for tensor in self.of))
 
     def pieces(self, rows: Rows, made_of: MadeOf) -> Iterator[Piece]:
-        """The pieces of all of them, in their places. made_of: returns those of one."""
+        """The pieces of all tensors, in their places. made_of: returns those of one of them."""
         raise NotImplementedError
 
     def floats(self, rows: Rows, columns: slice, most: int) -> Iterator[Piece]:
-        return self.pieces(rows, lambda tensor, its: tensor.floats(its, columns, most))
+        return self.pieces(rows, lambda tensor, some: tensor.floats(some, columns, most))
 
     def quantised(self, rows: Rows, columns: slice, most: int) -> Iterator[Piece]:
-        return self.pieces(rows, lambda tensor, its: tensor.quantised(its, columns, most))
+        return self.pieces(rows, lambda tensor, some: tensor.quantised(some, columns, most))
 
     def problems(self) -> Iterator[str]:
         return chain.from_iterable(tensor.problems() for tensor in self.of)
@@ -304,19 +246,6 @@ class Floats(SourceTensor):
         return None
 
 
-class Row(Floats):
-    """A vector that becomes a row of a matrix."""
-
-    rows = 1
-
-    def floats(self, rows: Rows, columns: slice, most: int) -> Iterator[Piece]:
-        for piece in super().floats([ALL], columns, most):
-            yield piece._replace(place=slice(0, 1))
-
-    def made(self, tensors: list[Tensor]) -> Tensor:
-        return super().made(tensors)[None]
-
-
 class ShardedFloats(Floats):
     """A tensor of floats whose rows or columns are divided among Meta's shards."""
 
@@ -382,8 +311,8 @@ class GgufMatrix(QuantisedMatrix):
     def quantised(self, rows: Rows, columns: slice, most: int) -> Iterator[Piece]:
         in_bytes = lambda k: k // self.scheme.block * self.scheme.nbytes
         *outer, K = self.shape
-        (whole,) = self.files[self.name]
-        in_file = replace(whole, dtype=torch.uint8, shape=(*outer, in_bytes(K)))
+        (tensor,) = self.files[self.name]
+        in_file = replace(tensor, dtype=torch.uint8, shape=(*outer, in_bytes(K)))
         for place, (*some, span) in self.split(rows, columns, most):
             some.append(range(in_bytes(span.start), in_bytes(span.stop)))
             yield Piece(place, [in_file.cut(some)], self.made)
@@ -422,8 +351,8 @@ class SafetensorsMatrix(QuantisedMatrix):
 
         words = [name.rpartition(".")[2] for name in self.files]
         with self.named_errors():
-            whole = schemes.checked(self.scheme.read(dict(zip(words, tensors))))
-        return Quantised(*map(cut, whole))
+            matrix = schemes.checked(self.scheme.read(dict(zip(words, tensors))))
+        return Quantised(*map(cut, matrix))
 
 
 class SavedMatrix(SourceTensor):

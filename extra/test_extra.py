@@ -131,12 +131,14 @@ from extra.chat_templates import TEMPLATES, find_template
 from extra.hardware import check_groups, check_memory
 from extra.hub import local_checkpoint, pick_gguf
 from extra.int4 import INT4
+from extra.layouts import formats_as_stored
 from extra.names import formats_of, layer_tensors, model_tensors, tensor_in
 from extra.parallel import Ranks
 from extra.reading import read
 from extra.save import save
 from extra.speculation import Draft, Lookup, Pacer, Speculation
-from extra.tensors import ALL, tensors_of
+from extra.sources import tensors_of
+from extra.tensors import ALL
 from formats import Matrix
 from fp8 import E4M3, E4M3_NATIVE, E5M2
 from kernels import FORMATS, PRODUCTS
@@ -470,7 +472,7 @@ def test_experts_that_tie_or_are_not_finite(ops, T):
         assert routes.weights[T // 2].cpu().allclose(shares, rtol=1e-3, equal_nan=True), logits
 
 
-# ---- sources.py, names.py, tensors.py and reading.py: layouts, and what lies in files
+# ---- from headers.py to layouts.py: layouts, and what lies in files
 
 
 def to_bin(folder: Path) -> None:
@@ -1222,6 +1224,13 @@ SPOILED = {
     "compressed torch file": (torch_file(b"x" * 99, compressed), "(it is compressed)"),
     "saved, another layout": (spoil_tensors(fused_llama="1"), "saved by another version of fused-llama, in the format"),
     "saved, another format": (spoil_tensors(format="e3m4"), "of fused-llama, in the format 'e3m4': save it again"),
+    "saved, second output matrix": (
+        both(
+            spoil_config(tie_word_embeddings=True),
+            spoil_tensors(lambda t: t.update({"output.weight": t["tok_embeddings.weight"].clone()})),
+        ),
+        "output.weight is unexpected",
+    ),
     "saved, missing scale": (spoil_tensors(lambda t: t.pop("output.scale")), "output.scale is missing"),
     "saved, short matrix": (put(W13, lambda t: t[:9]), f"{W13} is [9, 64], expected [224, 64]"),
     "saved, another config": (
@@ -1277,7 +1286,7 @@ def test_a_model_is_named(tmp_path):
 
 @pytest.mark.parametrize("shape, layout, form", [
     ("gqa", None, "e4m3"), ("mqa, tied", None, "e5m2"), ("gqa", "meta, 2 shards", "e4m3"),
-    ("mixtral", None, "e4m3"), ("granite code", None, "e4m3"),
+    ("mixtral", None, "e4m3"), ("granite code", None, "e4m3"), ("qwen 3", None, "e5m2"),
 ])  # fmt: skip
 def test_saved_model_is_the_model(cli, copy, shape, layout, form):
     """Also its chat template, which the name of the original's folder says."""
@@ -1294,6 +1303,8 @@ def test_saved_model_is_the_model(cli, copy, shape, layout, form):
     tensors = load_file(saved / "model.safetensors")
     rows = {"mixtral": 4 * 224, "granite code": 256}.get(shape, 224)
     written = {"layers.1.w13": (rows, 64), "layers.1.w13.scale": (rows,), "norm.weight": (64,)}
+    if shape == "qwen 3":
+        written["layers.1.qk_norm.weight"] = (2, 24)
     found = {name: tuple(tensors[name].shape) for name in written}
     assert found == written, "folders that were saved earlier stay readable"
     for dtype in ("fp32", "bf16"):
@@ -1409,6 +1420,11 @@ EIGHT_EXPERTS = dict(n_experts=8, experts_per_token=2)
     # expert at a time, and a CPU keeps no copy of them
     ("fp16", "cuda", dict(shape=EIGHT_EXPERTS), 74.08, 2.15, 1.57),
     ("bf16", "cpu", dict(shape=EIGHT_EXPERTS, format=INT4), 22.45, 2.15, 1.57),
+    # while they are encoded from fp32, all 721,420,288 weights of a layer's w1 and w3 are in memory
+    (
+        "fp16", "cuda", dict(shape=EIGHT_EXPERTS, format=E4M3, encoded_from=torch.float32),
+        37.20, 2.15, 2.89,
+    ),
     # half of the matrices and of the cache; the output matrix has 16,000 rows
     ("fp16", "cuda", dict(ranks=Ranks(1, 2)), 6.87, 1.07, 0.79),
 ])  # fmt: skip
@@ -1664,7 +1680,7 @@ def loader_of(model, format="held", ranks: Ranks = Ranks()) -> Loader:
     """Of a model's checkpoint, in a format; "held": as the file holds it."""
     c = model.config.cut(ranks.size)
     if format == "held":
-        formats = model.checkpoint.formats_as_stored(c, 8)
+        formats = formats_as_stored(model.checkpoint.tensors, c, 8)
     else:
         formats = formats_of(c, format)
     types = (torch.float32, torch.float32, torch.device("cpu"))
@@ -1816,7 +1832,7 @@ def test_gguf_from_the_command_line(tmp_path, cli):
         kept = missing.rename(tmp_path / "x.gguf")
         assert_refused(run_it(asked), "No such file", missing.name)
         kept.rename(missing)
-    named = "is one of 2 parts: its name must end in -00001-of-00002.gguf"
+    named = "is one of 2 shards: its name must end in -00001-of-00002.gguf"
     assert_refused(run_it(parts[1].rename(tmp_path / "second.gguf")), named)
 
 

@@ -1,4 +1,4 @@
-"""The tensors in a file that torch.save wrote, for step 5 of loading (see checkpoint.py): a zip archive
+"""The tensors in a file that torch.save wrote, for step 2 of loading (see checkpoint.py): a zip archive
 of a pickle, data.pkl, and of the values of each storage, data/KEY, which are not compressed.
 
 A pickle is a program, and these files come from anywhere. So this is no job for torch.load, which
@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from extra.files import open_regular, version_of
-from extra.reading import FileTensor, without_gaps
+from extra.files import open_regular, stamp_of
+from extra.headers import FileTensor, without_gaps
 
 MOST_BYTES = 1 << 22  # of anything in a file but values; enough for 20,000 tensors
 STORAGES = {
@@ -79,7 +79,7 @@ def _tensors(file: Path) -> list[FileTensor]:
     for name, tensor in tensors.items():
         if type(name) is not str or type(tensor) is not Found:
             raise ValueError("it holds something other than named, dense tensors")
-        found.append(FileTensor(file, name, version=version_of(stat), **tensor._asdict()))
+        found.append(FileTensor(file, name, stamp=stamp_of(stat), **tensor._asdict()))
         if found[-1].end > stat.st_size:
             raise ValueError(f"{name} lies outside it")
     # Tied matrices share their bytes, but a small file must not become a large model
