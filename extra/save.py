@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoint import Checkpoint, Loader, find_checkpoint
+from extra.chat_templates import find_template
 from extra.files import one_line_errors
 from extra.hardware import DTYPES, check_choice, check_groups, check_memory, pick_device
 from extra.layouts import saved_matrix
@@ -22,7 +23,7 @@ from extra.sources import SAVED, SAVED_LAYOUT
 from formats import Format
 from kernels import FORMATS
 from model import Config, Weights
-from tokenizer import Tokenizer, find_template
+from tokenizer import Tokenizer
 
 
 @one_line_errors()
