@@ -18,11 +18,11 @@ from contextlib import suppress
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from extra.chat_templates import TEMPLATES
 from extra.cli import (
     Parser,
     add_model_flags,
     add_proposal_flags,
+    add_sampling_flags,
     add_template_flag,
     ending_cleanly,
     exit_code,
@@ -37,7 +37,7 @@ from extra.cli import (
     use_safe_streams,
     within,
 )
-from extra.settings import FILTERS, RANDOM, SETTINGS, Sampling
+from extra.settings import RANDOM, SETTINGS
 
 # What imports torch, which takes seconds, is imported where it is used, once the command line is
 # parsed
@@ -77,12 +77,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--ignore-eos", action="store_true", help="never choose the end-of-sequence token")
 
     add = parser.group("sampling", writes)
-    for name, setting in FILTERS.items():
-        flags = [f"--{word.replace('_', '-')}" for word in (name, setting.full) if word]
-        default = getattr(Sampling, name)
-        add(*flags, type=within(setting.kind, setting.low, setting.high),
-            metavar="N" if setting.kind is int else "X",
-            help=f"{setting.help} [the checkpoint's, or {default:g}]")
+    add_sampling_flags(add)
     add("-s", "--seed", type=within(int, RANDOM, SETTINGS["seed"].high), default=RANDOM,
         metavar="N", help="-1: random, and printed")
 
@@ -199,8 +194,7 @@ def work(args: argparse.Namespace, ranks: Ranks) -> int:
     session = open_session(args, ranks)
     output = Output(session, args.output == "jsonl", args.quiet)
     output.note(summary(args, session))
-    has_template = session.tokenizer.chat_template != TEMPLATES["plain"]
-    made_for_chat = args.chat_template is not None or has_template
+    made_for_chat = bool(session.tokenizer.template_name)
     code = 0
     try:
         if args.mode == "chat" or args.mode == "bare" and made_for_chat:

@@ -67,6 +67,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = cli.Parser(__doc__.split("\n\n")[0], {"serve": "serve.py"})
     cli.add_template_flag(cli.add_model_flags(parser))
     cli.add_proposal_flags(parser.group("speculation"))
+    cli.add_sampling_flags(parser.group("sampling, where a request leaves it open"))
     add = parser.group("server")
     # fmt: off
     add("--host", default="127.0.0.1", metavar="ADDRESS",

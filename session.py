@@ -153,6 +153,11 @@ class Generation:
 # ---- a session
 
 
+def listed(stop: str | Sequence[str]) -> Sequence[str]:
+    """Several strings, or one in a list."""
+    return [stop] if isinstance(stop, str) else stop
+
+
 class Session:
     """A loaded model with its tokenizer and the state of one sequence.
 
@@ -192,8 +197,12 @@ class Session:
         self.tokenizer = Tokenizer(
             checkpoint.folder, config.vocab_size, config.bos_id, chat_template
         )
-        if threads:
+        if threads is not None:
+            if threads < 1:
+                raise ValueError(f"threads is {threads}; it must be 1 or more")
             torch.set_num_threads(threads)
+        if lookup and draft:
+            raise ValueError("lookup and draft both propose tokens: use one of them")
         # Ranks would disagree about when proposals pay off
         if (lookup or draft) and ranks.size > 1:
             raise ValueError(f"lookup and draft run in one process, not in {ranks.size}")
@@ -235,7 +244,7 @@ class Session:
         prompt: str | list[int],
         *,
         n: int = -1,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         sampling: Sampling | None = None,
         ignore_eos: bool = False,
         eos: Collection[int] | None = None,
@@ -247,7 +256,7 @@ class Session:
     ) -> Generation:
         """Continue a prompt, of which nothing is evaluated before the first piece is asked for.
         There are at most n tokens; below 0 there is no limit but the context. The text ends before
-        the first of the strings in `stop`. If an earlier text is unfinished, it ends here.
+        `stop`, or the first of several such strings. If an earlier text is unfinished, it ends here.
 
         sampling: by default the session's, in which settings, such as temp=0.5, replace single
         values. eos: the ids that end the text, by default the model's; with ignore_eos they are
@@ -274,12 +283,14 @@ class Session:
         self.model.check(prompt)
         self.state.check_room(len(prompt) - self.state.pos)
         self.end()
-        stream = TextStream(self.tokenizer, strip_space, stop)
+        stream = TextStream(self.tokenizer, strip_space, listed(stop))
         timings = Timings()
         decode = scorer = None
         if self.speculation:
             decode = self.speculation.decode
         if logprobs is not None:
+            if logprobs < 0:
+                raise ValueError(f"logprobs is {logprobs}; it must be 0 or more")
             scorer = Scorer(logprobs, stream)
             decode = scorer.decode
         first = ()
@@ -320,7 +331,7 @@ class Session:
         return self.tokenizer.bytes_of(token).decode(errors="replace")
 
     def chat(
-        self, messages: list[Message] | Prompt, *, stop: Sequence[str] = (), **options
+        self, messages: list[Message] | Prompt, *, stop: str | Sequence[str] = (), **options
     ) -> Generation:
         """Answer messages, or what `render` made of them; if an answer comes last, continue it.
         options: as for `generate`, which raises the same errors. The answer also ends where the
@@ -328,7 +339,7 @@ class Session:
         self.end()
         prompt = messages if isinstance(messages, Prompt) else self.render(messages)
         ids, texts = self.turn_ends()
-        options |= dict(eos=self.eos | ids, stop=[*stop, *texts])
+        options |= dict(eos=self.eos | ids, stop=[*listed(stop), *texts])
         strip_space = prompt.leaves_space
         if not prompt.continues:
             strip_space = self.tokenizer.vocabulary.adds_space
@@ -343,7 +354,7 @@ class Session:
         With several ranks, rank 0 renders, since a template may ask for the time; the others
         receive the prompt or the error. Raises ValueError if the template refuses the messages, or
         leaves out a system message."""
-        continues = messages[-1]["role"] == "assistant"
+        continues = bool(messages) and messages[-1]["role"] == "assistant"
         if continues and not messages[-1]["content"].strip():
             messages = messages[:-1]
             continues = False
@@ -477,13 +488,13 @@ class Conversation:
         the conversation is then still the old one."""
         try:
             roles = [message["role"] for message in messages]
-            said = all(isinstance(message["content"], str) for message in messages)
-        except (TypeError, KeyError):
-            roles = []
-            said = False
+            for message in messages:
+                message["content"].encode()  # a lone surrogate is no text
+        except (TypeError, KeyError, AttributeError, UnicodeEncodeError):
+            roles = ["none"]
         begins = int(roles[:1] == ["system"])
         turns = len(roles) // 2
-        if not said or roles[begins:] != ["user", "assistant"] * turns:
+        if roles[begins:] != ["user", "assistant"] * turns:
             raise ValueError("it is not a conversation: messages of a user, each with its answer")
         self.begin(messages[0]["content"] if begins else "")
         self.turns = messages[begins:]

@@ -2269,6 +2269,7 @@ def test_flags_that_are_not_given():
 @pytest.mark.parametrize("main, flags, said", [
     (run.main, "-sys x -p a", "-sys needs --chat"),
     (run.main, "--chat -no-cnv", "-no-cnv cannot be used with --chat"),
+    (bench.main, "--perplexity=", "--perplexity is empty"),
     (run.main, "--save d --fp8 --prompt=a", "--prompt cannot be used with --save"),
     (run.main, "--save d", "--save writes matrices in 8 or 4 bits: add --fp8"),
     (run.main, "--int4 --fp8", "both say"),
@@ -2443,6 +2444,14 @@ def tiny_session(tiny):
     return Session(tiny, dtype="fp32", device="cpu")
 
 
+def test_one_stop_string_needs_no_list(tiny_session):
+    texts = partial(tiny_session.generate, "Once", n=20, temp=0)
+    whole = texts().finish().text
+    stop = whole[-4:-1]
+    ended = texts(stop=stop).finish()
+    assert ended.text == whole[: whole.index(stop)] and ended.ended_by == "stop"
+
+
 def test_texts_in_any_order(tiny_session, tiny_model):
     """Of one session, read to the end or not: each is what model.generate and the tokenizer make of
     its prompt, token by token, up to a stop string; the next text ends an unfinished one, and the
@@ -2560,6 +2569,7 @@ def test_wrong_calls_say_what_is_wrong(tiny, tiny_session, tmp_path):
     V, before = model.config.vocab_size, tiny_session.state.tokens.clone()
     loaded = partial(load, tiny, device="cpu")
     saved = partial(save, tiny, tmp_path / "new", device="cpu")
+    opened = partial(Session, tiny, device="cpu")
     talk = Tokenizer(tiny).apply_chat_template
     forward = lambda prompt: model.forward(prompt, State(model))
     decode = lambda prompt: greedy(model, prompt, 1)
@@ -2575,6 +2585,10 @@ def test_wrong_calls_say_what_is_wrong(tiny, tiny_session, tmp_path):
         (saved, dict(dtype="fp64"), "dtype is 'fp64'; it must be"),
         (generate, dict(prompt="a", tmep=0), "no setting 'tmep'; sampling has temp, top_k"),
         (generate, dict(prompt="a", top_p=2), "top_p is 2; it must be from 0 to 1"),
+        (generate, dict(prompt="a", logprobs=-1), "logprobs is -1; it must be 0 or more"),
+        (tiny_session.chat, dict(messages=[]), "there is no message to answer"),
+        (opened, dict(threads=-1), "threads is -1; it must be 1 or more"),
+        (opened, dict(lookup=2, draft=tiny), "lookup and draft both propose tokens"),
         (generate, dict(prompt="a " * 999), r"the text has \d+ tokens; the context holds 256"),
         (decode, dict(prompt=torch.tensor([1, 5])), no_list),
         (decode, dict(prompt="text"), no_list),
@@ -3239,10 +3253,11 @@ def test_serve_refuses_to_start(monkeypatch, capfd, tmp_path):
         (["--api-key="], empty), (["--host="], empty), (["-m", ""], empty),
         (["--port", 65536], "65536: must be from 0 to 65,535"), (["--port", -1], "--port"),
         (["--queue", -1], "--queue"), (["--queue", 10_001], "must be from 0 to 10,000"),
-        (["--fp8", "--int4"], "both say how"), (["--temp", 0], "unknown flag --temp"),
+        (["--fp8", "--int4"], "both say how"), (["--temp", -1], "--temp"), (["-n", 5], "unknown flag -n (see --help)"),
     ):  # fmt: skip
         assert_refused(call(*flags), said, code=2)
-    assert serve.parse_args(["--queue", "10000", "--port", "65535"]).queue == 10_000
+    args = serve.parse_args("--queue 10000 --port 65535 --temp 0.5".split())
+    assert args.queue == 10_000 and cli_module.sampling_flags(args) == {"temp": 0.5}
 
 
 def test_serve_on_several_ranks(server):

@@ -452,7 +452,7 @@ MUTANTS = [
     ),
     Mutant(
         "run.py",
-        "made_for_chat = args.chat_template is not None or has_template",
+        "made_for_chat = bool(session.tokenizer.template_name)",
         "made_for_chat = True",
         "without_a_template",
     ),

@@ -124,9 +124,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_output_flags(parser)
 
     def mode_of(args: argparse.Namespace) -> str:
-        return "perplexity" if args.perplexity else "speed"
+        return "speed" if args.perplexity is None else "perplexity"
 
     args = parser.parse(argv, mode_of)
+    if args.perplexity == "":
+        parser.error("--perplexity is empty")
     if args.perplexity:
         take_one(parser, args, "-m", "--dtype", "--format")
         args.ctx_size = args.ctx_size or 512

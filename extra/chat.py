@@ -385,7 +385,7 @@ class Chat:
                 raise ValueError(f"{words[1]}: {name} needs a number") from None
             self.conversation.sampling = replace_settings(sampling, {name: value})
         values = vars(self.conversation.sampling).items()
-        self.output.note(", ".join(f"{name} {value}" for name, value in values))
+        note(", ".join(f"{name} {value}" for name, value in values))
 
     def save(self, name: str) -> None:
         """Write the conversation as JSON. Raises OSError."""
@@ -429,7 +429,7 @@ class Chat:
         if generation.ended_by == "length":
             self.output.note(f"note: cut after {generation.timings.new_tokens} tokens (see -n)")
         if self.stats:
-            self.output.note(speed(generation))
+            note(speed(generation))
         self.blank_line()
         return generation.answered
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from extra.chat_templates import TEMPLATES
 from extra.files import one_line, text_of
 from extra.hub import local_checkpoint
-from extra.settings import SETTINGS
+from extra.settings import FILTERS, SETTINGS, Sampling
 
 if TYPE_CHECKING:  # they import torch
     from extra.parallel import Ranks
@@ -281,7 +281,7 @@ class Parser(argparse.ArgumentParser):
 
     def _unknown(self, word: str) -> str:
         """What is wrong with a word that argparse does not know."""
-        flags = self._option_string_actions
+        flags = self._option_string_actions.keys() - {*IGNORED}
         if not word.startswith("-"):
             message = f"unexpected argument {word!r}"
             return f"{message}: write -p {word!r}" if "--prompt" in flags else message
@@ -458,6 +458,19 @@ def open_session(args: argparse.Namespace, ranks: Ranks) -> Session:
     if ignored and not args.quiet:
         note(f"note: generation_config.json: {', '.join(ignored)}: not supported, ignored")
     return session
+
+
+def add_sampling_flags(add: Callable) -> None:
+    """Flags of the sampler's settings, for sampling_flags. add: of the parser's group."""
+    for name, setting in FILTERS.items():
+        flags = [f"--{word.replace('_', '-')}" for word in (name, setting.full) if word]
+        default = getattr(Sampling, name)
+        add(
+            *flags,
+            type=within(setting.kind, setting.low, setting.high),
+            metavar="N" if setting.kind is int else "X",
+            help=f"{setting.help} [the checkpoint's, or {default:g}]",
+        )
 
 
 def sampling_flags(args: argparse.Namespace) -> dict[str, float]:

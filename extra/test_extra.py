@@ -3388,10 +3388,12 @@ def test_what_a_chat_says(cli, tiny, tmp_path):
 def test_chat_errors_end_only_their_turn(cli, tiny, tmp_path):
     refuses = "{% if messages[-1]['content'] == 'bad' %}{{ raise_exception('too bad') }}{% endif %}"
     (tmp_path / "t").write_text(refuses + "{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    bad, long, other = (tmp_path / name for name in ("bad", "long", "other"))
+    bad, long, other, surrogate = (tmp_path / name for name in ("bad", "long", "other", "lone"))
     bad.write_bytes(b"ab\xff")
     long.write_text("x" * 10_000)
     other.write_text('[{"role": "user", "content": "?"}]')
+    turn = [{"role": "user", "content": "\udcff"}, {"role": "assistant", "content": "."}]
+    surrogate.write_text(json.dumps(turn))
     said = {
         "tell me a tale " * 60: "context holds 64",
         "\udcff": "not UTF-8",
@@ -3411,6 +3413,7 @@ def test_chat_errors_end_only_their_turn(cli, tiny, tmp_path):
         "/save": "/save needs the name of a file",
         "/save /no/where": "/no/where: No such file",
         f"/load {other}": f"{other}: it is not a conversation",
+        f"/load {surrogate}": f"{surrogate}: it is not a conversation",
         f"/load {tiny / 'config.json'}": "it is not a conversation",
         f"/load {tiny / 'tokenizer.model'}": "not UTF-8",
     }
