@@ -594,7 +594,8 @@ def generate(
     state: the sequence to go on with, by default a new one. What the prompt has in common with it,
     from the first token on, is not evaluated again. sampling: by default the model's. eos: by
     default the config's. progress: see prefill. decode: a replacement for decoding token by token,
-    such as Speculation.decode. Raises what Llama.check does, ValueError if the prompt is longer
+    such as Speculation.decode; when it ends, state.pos is at the last token that it yielded, which
+    is not evaluated, and need not be in state.tokens. Raises what Llama.check does, ValueError if the prompt is longer
     than the context, RuntimeError if the logits are not finite."""
     model.check(prompt)
     state = state or State(model)
