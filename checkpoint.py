@@ -32,8 +32,9 @@ and joins them. Under it, FileTensors say where the bytes lie in files. A Source
 by piece, while the next pieces are on their way from the files (reading.py), and each piece knows
 which rows of the tensor it is, so that the Loader only copies it there.
 
-Only hub.py, sources.py and layouts.py know a layout. files.py opens all files, since none is
-trusted. save.py goes the other way, and writes the weights of a Loader to a folder."""
+What is particular to a layout stands in hub.py, config.py, names.py, sources.py and layouts.py.
+files.py opens all files, since none is trusted. save.py goes the other way, and writes the weights
+of a Loader to a folder."""
 
 from __future__ import annotations
 
@@ -185,7 +186,7 @@ def find_checkpoint(name: str | Path) -> Path:
     says what to do, and TypeError for a name that is neither a text nor a path."""
     if not isinstance(name, str | Path):
         kinds = 'a folder, a GGUF file or "owner/name" on the hub'
-        raise TypeError(f"a model is given as {kinds}, not as a {type(name).__name__}")
+        raise TypeError(f"a model is given as {kinds}, not as {type(name).__name__}")
     return hub.find_checkpoint(str(name), read_config, is_whole)
 
 

@@ -38,7 +38,7 @@ def in_some_layers(f: Fields) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What is different in a family; the defaults of these fields are Llama's."""
+    """What is different in a family; the defaults of these fields are those of most."""
 
     gguf: str  # its general.architecture in a GGUF file, which families may share
     # For fields that a config.json leaves out: transformers' defaults, if they are not Llama's

@@ -78,7 +78,7 @@ def local_checkpoint(name: str) -> Path | None:
         )
     beside = ROOT / path  # models/tales from any folder
     if beside.is_dir():
-        return beside
+        return find_gguf(beside) or beside
     if path.suffix == ".gguf" or not re.fullmatch(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?", name):
         on_hub = "a hub model is written owner/name, or owner/name:Q4_K_M"
         raise FileNotFoundError(f"no file or folder {name} here; {on_hub}")

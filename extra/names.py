@@ -241,17 +241,16 @@ def matrix_shapes(c: Config) -> dict[str, tuple[int, int]]:
     return {t.name: t.shape(c) for t in model_tensors(c) if t.is_matrix}
 
 
-# The formats of a model's matrices by their names, without those that stay in 16 or 32 bits
+# The formats of a model's matrices by their names
 Formats = dict[str, Format]
 
 
 def formats_of(c: Config, format: Format | None) -> Formats:
     """The formats of a model's matrices if `format` is chosen for it. That may take another format
-    for some, and leave some in 16 or 32 bits."""
+    for some."""
     if format is None:
         return {}
-    formats = {name: format.for_matrix(name) for name in matrix_shapes(c)}
-    return {name: chosen for name, chosen in formats.items() if chosen}
+    return {name: format.for_matrix(name) for name in matrix_shapes(c)}
 
 
 def weight_bytes(c: Config, dtype: torch.dtype, formats: Formats) -> int:

@@ -1280,7 +1280,7 @@ def test_safetensors_cut_short_while_read(tmp_path):
 def test_a_model_is_named(tmp_path):
     for wrong in 5, None, torch.nn.Identity():
         for take in Session, partial(save, target=str(tmp_path / "saved")):
-            with pytest.raises(TypeError, match=f"hub, not as a {type(wrong).__name__}"):
+            with pytest.raises(TypeError, match=f"hub, not as {type(wrong).__name__}"):
                 take(wrong)
 
 

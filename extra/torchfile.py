@@ -40,9 +40,11 @@ OPCODES = set(
 
 def torch_tensors(file: Path) -> list[FileTensor]:
     """The tensors of a file that torch.save wrote. A tensor without dimensions counts as one with a
-    single element. Raises ValueError."""
+    single element. Raises OSError, ValueError."""
+    with open_regular(file) as f:
+        stat = os.fstat(f.fileno())
     try:
-        return _tensors(file)
+        return _tensors(file, stat)
     except Exception as error:  # whatever zipfile and pickle raise for a damaged file
         reason = str(error) or type(error).__name__
         raise ValueError(
@@ -51,9 +53,7 @@ def torch_tensors(file: Path) -> list[FileTensor]:
         ) from None
 
 
-def _tensors(file: Path) -> list[FileTensor]:
-    with open_regular(file) as f:
-        stat = os.fstat(f.fileno())
+def _tensors(file: Path, stat: os.stat_result) -> list[FileTensor]:
     with ZipFile(file) as f, zipfile.ZipFile(f) as archive:
         # Everything lies in one folder, whose name is that of the file when it was written
         entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
