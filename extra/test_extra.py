@@ -1836,6 +1836,15 @@ def test_gguf_from_the_command_line(tmp_path, cli):
     assert_refused(run_it(parts[1].rename(tmp_path / "second.gguf")), named)
 
 
+def test_a_gguf_folder_beside_the_program(tmp_path, monkeypatch):
+    file = tmp_path / "beside/models/x/a.gguf"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    monkeypatch.setattr("extra.hub.ROOT", tmp_path / "beside")
+    monkeypatch.chdir(tmp_path)
+    assert local_checkpoint("models/x") == file
+
+
 def test_gguf_of_the_hub(hub, tmp_path, monkeypatch, small_gguf):
     """As llama.cpp picks it, and nothing else is downloaded."""
     raw = write_gguf(tmp_path / "a.gguf", *small_gguf).read_bytes()
