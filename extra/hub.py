@@ -123,13 +123,15 @@ def find_checkpoint(
         wanted = [None, "Q4_K_M"]
         if is_offline_mode():
             wanted.append("")
-    found = [path for gguf_kind in wanted if (path := _cached(repository, gguf_kind))]
-    for path in found:
+    cached = None
+    for gguf_kind in wanted:
+        path = _cached(repository, gguf_kind)
         # Another program may have cached only some of the files
-        if is_whole(path):
+        if path and is_whole(path):
             return path
-    if found and is_offline_mode():
-        return found[0]  # `load` will say what is wrong with it
+        cached = cached or path
+    if cached and is_offline_mode():
+        return cached  # `load` will say what is wrong with it
     try:
         return _download(repository, kind, read_config)
     except errors.GatedRepoError:
