@@ -116,10 +116,6 @@ def must_be(what: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-def listed(value: str | list[str]) -> list[str]:
-    return [value] if isinstance(value, str) else value
-
-
 def only_prompt(value: object) -> object:
     """The prompt in a list of one."""
     match value:
@@ -131,7 +127,6 @@ def only_prompt(value: object) -> object:
 StopStrings = Annotated[
     str | Annotated[list[str], Field(max_length=1024)],  # each is compared at each token
     must_be("a string, or a list of at most 1024 strings"),
-    AfterValidator(listed),
 ]
 Prompt = Annotated[
     str | Annotated[list[int], Field(min_length=1)],
