@@ -1,11 +1,11 @@
 """The tensors in a file that torch.save wrote, for step 2 of loading (see checkpoint.py): a zip archive
 of a pickle, data.pkl, and of the values of each storage, data/KEY, which are not compressed.
 
-A pickle is a program, and these files come from anywhere. So this is no job for torch.load, which
-runs with weights_only what only a few functions do, but as often, and with arguments as large, as
-the file wants. Here the pickle may contain nothing but what torch.save writes for named tensors,
-and what it calls only notes where they lie. No object grows faster than the file is read. Source:
-torch/serialization.py and torch/_utils.py."""
+A pickle is a program, and these files come from anywhere. torch.load with weights_only lets it call
+only a few functions, but as often, and with arguments as large, as it wants. This reader accepts
+only the instructions that torch.save writes for named tensors, and what they call only notes where
+each tensor lies. No object grows faster than the file is read. Source: torch/serialization.py and
+torch/_utils.py."""
 
 import io
 import math
@@ -14,7 +14,7 @@ import pickle
 import pickletools
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,19 +73,23 @@ def _tensors(file: Path, stat: os.stat_result) -> list[FileTensor]:
             return start + 30 + name + extra
 
         tensors = Unpickler(content, values_at).load()
-    if type(tensors) is not StateDict and type(tensors) is not dict:
-        raise ValueError("it holds something other than named, dense tensors")
     found = []
-    for name, tensor in tensors.items():
-        if type(name) is not str or type(tensor) is not Found:
-            raise ValueError("it holds something other than named, dense tensors")
-        found.append(FileTensor(file, name, stamp=stamp_of(stat), **tensor._asdict()))
+    for name, place in _named(tensors):
+        found.append(FileTensor(file, name, stamp=stamp_of(stat), **place._asdict()))
         if found[-1].end > stat.st_size:
             raise ValueError(f"{name} lies outside it")
     # Tied matrices share their bytes, but a small file must not become a large model
     if sum(math.prod(t.shape) * t.dtype.itemsize for t in found) > 2 * stat.st_size:
         raise ValueError("its tensors overlap")
     return found
+
+
+def _named(tensors: Any) -> Iterable[tuple[str, "Place"]]:
+    """The items of what a pickle makes. Raises ValueError if these are not tensors by name."""
+    is_named = lambda name, value: type(name) is str and type(value) is Place
+    if not isinstance(tensors, dict) or not all(is_named(*item) for item in tensors.items()):
+        raise ValueError("it holds something other than named, dense tensors")
+    return tensors.items()
 
 
 class ZipFile(io.FileIO):
@@ -120,8 +124,8 @@ def check_pickle(content: bytes) -> None:
         before = name
 
 
-class Found(NamedTuple):
-    """What a pickle says of a tensor: the fields of a FileTensor."""
+class Place(NamedTuple):
+    """Where a tensor lies, and what it is: fields of a FileTensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -161,7 +165,7 @@ class Unpickler(pickle.Unpickler):
 
     def tensor(
         self, storage: tuple[torch.dtype, int], first: int, shape: tuple, strides: tuple, *_
-    ) -> Found:
+    ) -> Place:
         dtype, start = storage
         for number in (first, *shape, *strides):
             if type(number) is not int or number < 0:
@@ -172,7 +176,7 @@ class Unpickler(pickle.Unpickler):
             raise ValueError(f"a tensor has the shape {shape}, and the strides {strides}")
         if strides == without_gaps(shape):
             strides = None
-        return Found(dtype, shape, start + first * dtype.itemsize, strides)
+        return Place(dtype, shape, start + first * dtype.itemsize, strides)
 
-    def parameter(self, data: Found, *_) -> Found:
+    def parameter(self, data: Place, *_) -> Place:
         return data
