@@ -56,8 +56,8 @@ class Format:
         The columns whose weights are stored in these places of a row. Runs of eight columns stay
         together. None if all are in order.
 
-    These are enough for right results. Few tokens and prompts are fast if each thread loads whole
-    words, as extra/codes4.py does it. One token is fast in extra/stream.py, which needs two more:
+    These are enough for correct results. A few tokens and prompts are fast if each thread loads
+    whole words, as in extra/codes4.py. One token is fast in extra/stream.py, which needs two more:
 
     stream_load(w, start, k, left, COLUMNS, GROUP)
         A tile, of which each thread gets all that the products of 64 weights need. start may also

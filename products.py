@@ -365,7 +365,7 @@ def _range_of(
 # ---- one token
 #
 #      Where W is a stack, `ids` picks some of its matrices, of N rows and K columns each. With
-#      SUMMED = 1 (w13), each of them multiplies the same x, each in its own row of the grid; with
+#      SUMMED = 1 (w13), each of them multiplies the same x, in its own row of the grid; with
 #      more SUMMED (w2), x has a part for each matrix, and the products are added up. Without a stack,
 #      SUMMED is 1. extra/launch.py says why the first waits before it reads the ids, and the second
 #      need not.

@@ -1,7 +1,7 @@
 """Serve a model over HTTP with OpenAI's API, for editors, front ends and agents.
 
 One process has the model, and answers one request at a time. Another talks with clients, by way of
-starlette and uvicorn, so that the model never waits for Python's lock. What requests and answers
+starlette and uvicorn, so that the model never waits for Python's GIL. What requests and answers
 look like is in extra/openai.py."""
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = cli.Parser(__doc__.split("\n\n")[0], {"serve": "serve.py"})
     cli.add_template_flag(cli.add_model_flags(parser))
     cli.add_proposal_flags(parser.group("speculation"))
-    cli.add_sampling_flags(parser.group("sampling, where a request leaves it open"))
+    cli.add_sampling_flags(parser.group("sampling, for requests that do not say"))
     add = parser.group("server")
     # fmt: off
     add("--host", default="127.0.0.1", metavar="ADDRESS",

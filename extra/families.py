@@ -38,12 +38,12 @@ def in_some_layers(f: Fields) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What is different in a family; the defaults of these fields are those of most."""
+    """What is different in a family; the defaults are what most families have."""
 
     gguf: str  # its general.architecture in a GGUF file, which families may share
     # For fields that a config.json leaves out: transformers' defaults, if they are not Llama's
     defaults: dict[str, Any] = field(default_factory=dict)
-    # Tensors that have other names in its folders, by their names in the others': names.Part
+    # What its folders call tensors differently, by the usual names: those of names.Part
     renames: dict[str, str] = field(default_factory=dict)
     has_window: Callable[[Fields], bool] = in_some_layers
     qkv_bias: bool | None = None  # None: as attention_bias says, for wo as well

@@ -146,8 +146,8 @@ def compile_kernels(run: Callable[[], object], device: torch.device) -> None:
 
 
 class Scratch:
-    """Memory that kernels keep between launches, found by name, shape and type. It belongs to one state,
-    whose kernels run one after another on one stream."""
+    """Memory that kernels keep between launches, found by name, shape and type. It belongs to one
+    state, whose kernels run one after another on one stream."""
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -58,7 +58,8 @@ from products import (
 )
 
 Value = TypeVar("Value")
-# How long ranks wait for one another, as for the user's input; if one dies, torchrun ends the others
+# How long ranks wait for one another, such as while rank 0 waits for the user; if one dies, torchrun
+# ends the others
 PATIENCE = timedelta(days=20)
 
 # ---- the ranks

@@ -149,9 +149,9 @@ class FileGroups(Grouped):
     each row, float32 [N, 1].
 
     The halves of a row are multiplied by a power of two, such that the largest is at least 2^14.
-    Those that were halves in the file lose no bit. Kernels multiply them by `unit`, which must be so
-    small that what codes4.factors_of makes of them, 2^24 times as large for 4-bit codes, fits a half:
-    2^-24 or less for scales that are the halves themselves."""
+    Those that were halves in the file lose no bit. Kernels multiply them by `unit`. With codes of
+    4 bits, codes4.factors_of makes them 2^24 times as large, which must still fit a half: so `unit`
+    is 2^-24 or less if the scales are the halves themselves."""
 
     scaling: Scaling = Scaling()
     unit: float = 1.0

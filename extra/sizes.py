@@ -34,10 +34,10 @@ class StreamSizes(NamedTuple):
 
 
 class FewSizes(NamedTuple):
-    """How a product with a few tokens is divided: each program takes `rows` rows of W, each warp
-    `steps` times four loads of a thread at a time (products.launch_few: 16 bytes each, in most
-    formats), with `ahead` such tiles in flight. `lanes` threads load neighbouring bytes of a
-    row."""
+    """How a product with a few tokens is divided: each program takes `rows` rows of W. Of a
+    row, a warp reads `steps` times what four threads load at once (16 bytes each, in most formats:
+    see products.launch_few), with `ahead` such tiles in flight. `lanes` threads load neighbouring
+    bytes of a row."""
 
     rows: int
     warps: int

@@ -89,8 +89,8 @@ def _stream_x(x, norm_tiles, k, K: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl
     scaled by a power of two of their own, so that magnitudes stay below FORMAT.x_peak, as long as no norm
     weight is above products.NORM_LIMIT.
 
-    Returns a tuple of x as half2, its sums by FORMAT.sum_x places and the factors that undo the scaling;
-    and the sums of x's squares by 64, or zeros if there is no norm."""
+    Returns a tuple of x as half2, its sums by FORMAT.sum_x places and the factors that undo the
+    scaling; and the sums of x's squares by 64, or zeros if there is no norm."""
     tiles = _load_eighths(x, k, K, BLOCK, FORMAT)
     half2 = ()
     squares = tl.zeros([BLOCK // 64], tl.float32)
