@@ -19,7 +19,10 @@ from torch.nn import functional
 
 from extra import hopper
 from extra.cpu import without_onednn
-from extra.launch import (
+from extra.sizes import SplitSizes, few_rows_sizes, split_sizes
+from formats import Matrix, plain_values
+from fp8 import E4M3, e4m3_encode
+from launch import (
     EMULATED,
     Scratch,
     capability,
@@ -35,9 +38,6 @@ from extra.launch import (
     tl,
     triton,
 )
-from extra.sizes import SplitSizes, few_rows_sizes, split_sizes
-from formats import Matrix, plain_values
-from fp8 import E4M3, e4m3_encode
 
 # ---- what ops see of model.LayerWeights and of model.State
 #

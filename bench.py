@@ -38,13 +38,13 @@ from tqdm import tqdm
 from checkpoint import load
 from extra.cpu import cpu_product_dtype
 from extra.hardware import DTYPES
-from extra.launch import jit, tl
 from extra.parallel import Ranks
 from extra.random_model import random_model
-from extra.settings import Sampling
 from formats import Matrix
+from launch import jit, tl
 from model import Llama, State, Timings, generate
 from products import tensor_core_format
+from settings import Sampling
 from tokenizer import TextStream, Tokenizer
 
 # ---- the model to measure

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from extra.launch import EMULATED, cache_key, jit, tl
+from launch import EMULATED, cache_key, jit, tl
 
 Tensors = tuple[Tensor, ...]  # what a format stores for a matrix, codes first
 Shapes = dict[str, tuple[torch.dtype, tuple[int, int]]]  # type and shape of each of these, by name
@@ -339,7 +339,7 @@ PLAIN = Format("none", 16, load_elements, plain_values)
 def first_rows(ids, N, SUMMED: tl.constexpr):
     """W is a stack of matrices of N rows. Returns a tuple of first rows: of the SUMMED matrices whose
     products are added up or, if SUMMED is 1, of the one that this program multiplies.
-    extra/launch.py says when ids can be read, and why past the L1 cache."""
+    launch.py says when ids can be read, and why past the L1 cache."""
     first = ()
     if ids is None:
         first += (0,)

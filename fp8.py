@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from extra.launch import EMULATED, capability, jit, tl
 from formats import Format, Quantised, Shapes, Tensors, load_elements, some_rows
+from launch import EMULATED, capability, jit, tl
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ Read in this order:
     kernels.py     (here) what is done with the rows of each product, RoPE, the embedding, and last
                    the table of all ops, which is worth a look first
 
-extra/launch.py says how a kernel is launched, and what it may do before the one before it has
+launch.py says how a kernel is launched, and what it may do before the one before it has
 ended. In extra/ is also what only some models, cards or machines need: stream.py and quants.py (codes in
 groups), experts.py, hopper.py, cpu.py, parallel.py.
 
@@ -50,13 +50,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+import experts
 from attention import LayerView, StateView, attention, attention_ref, to_cache, to_cache_ref
-from extra import experts
-from extra.experts import Routes, route, route_ref
+from experts import Routes, route, route_ref
 from extra.int4 import INT4
-from extra.launch import gdc_launch_dependents, gdc_wait, jit, launch, saturated, tl, triton
 from formats import Format, Matrix
 from fp8 import E4M3, E5M2
+from launch import gdc_launch_dependents, gdc_wait, jit, launch, saturated, tl, triton
 from products import (
     STORE_ROWS,
     Epilogue,

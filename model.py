@@ -16,12 +16,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+import experts
 import kernels
-from extra import experts
 from extra.cpu import storage_dtype
-from extra.launch import Scratch, compile_kernels
 from extra.parallel import Exchange, Ranks, make_exchange
 from formats import Format, Matrix
+from launch import Scratch, compile_kernels
 from products import copy_bytes, fit_norm
 from sampling import Sampler, Sampling
 
@@ -68,7 +68,7 @@ class Config:
     w13_bias: bool = False
     w2_bias: bool = False
     qk_norm: bool = False  # q and k are normalised head by head before RoPE
-    # E and k of extra/experts.py; 0 in a dense model. With experts, hidden_dim is that of one
+    # E and k of experts.py; 0 in a dense model. With experts, hidden_dim is that of one
     n_experts: int = 0
     experts_per_token: int = 0
     norm_topk: bool = True  # the weights of a token's experts are divided by their sum

@@ -14,7 +14,7 @@ Read in this order:
     launching       which of these kernels is chosen, and how its work is divided
     a prompt        the library's product between small fused kernels. With many tokens it is
                     compute-bound, and runs at the card's product rate (BENCHMARKS.md). Experts have
-                    a kernel in its place, in extra/experts.py
+                    a kernel in its place, in experts.py
 
 A kernel is told how W is stored, and what an op does with y: FORMAT, a formats.Format, and EPILOGUE
 are objects whose functions it calls. It adds the bias [N] before the epilogue; without one, None is
@@ -31,19 +31,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from extra import cpu
-from extra.launch import (
-    EMULATED,
-    cache_key,
-    capability,
-    constexpr,
-    gdc_launch_dependents,
-    gdc_wait,
-    jit,
-    launch,
-    processors,
-    tl,
-    triton,
-)
 from extra.sizes import FewSizes, few_sizes, stream_sizes, vector_sizes
 from extra.stream import stream_kernel
 from formats import (
@@ -58,6 +45,19 @@ from formats import (
     row_scale,
 )
 from fp8 import E4M3, E4M3_NATIVE, Float8
+from launch import (
+    EMULATED,
+    cache_key,
+    capability,
+    constexpr,
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    launch,
+    processors,
+    tl,
+    triton,
+)
 
 # ---- rmsnorm: y = x / sqrt(mean(x^2) + eps) * weight  (Zhang and Sennrich, 2019)
 #      x [T, C], weight [C] -> [T, C]
@@ -367,7 +367,7 @@ def _range_of(
 #      Where W is a stack, `ids` picks some of its matrices, of N rows and K columns each. With
 #      SUMMED = 1 (w13), each of them multiplies the same x, in its own row of the grid; with
 #      more SUMMED (w2), x has a part for each matrix, and the products are added up. Without a stack,
-#      SUMMED is 1. extra/launch.py says why the first waits before it reads the ids, and the second
+#      SUMMED is 1. launch.py says why the first waits before it reads the ids, and the second
 #      need not.
 
 

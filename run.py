@@ -37,7 +37,7 @@ from extra.cli import (
     use_safe_streams,
     within,
 )
-from extra.settings import RANDOM, SETTINGS
+from settings import RANDOM, SETTINGS
 
 # What imports torch, which takes seconds, is imported where it is used, once the command line is
 # parsed

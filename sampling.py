@@ -1,5 +1,5 @@
 """How the next token is chosen: the reference in plain torch, and the Triton kernels. Their
-settings, a Sampling, are in extra/settings.py.
+settings, a Sampling, are in settings.py.
 
 The order is llama.cpp's: repetition penalty over the last tokens, top-k, top-p, min-p, temperature,
 draw. Each filter keeps the tokens at or above one threshold, so ties at the edge stay together. To
@@ -16,7 +16,7 @@ single row is also written there, as 0 if it is -1. The settings come as a Sampl
 To add a setting, touch three files. Its flags, the field of requests and the reader of
 generation_config.json come from its row.
 
-1. extra/settings.py: its row in Sampling, and in the docstring which value is off.
+1. settings.py: its row in Sampling, and in the docstring which value is off.
 2. sampling.py: _choose_ref, which says what it does; `numbers` and the names of its places, with
 which kernels load it; the kernels, of which _sample_best_kernel changes logits, and _draw and the
 two that call it filter them. If it costs time when it is off, also a field of Switches, and its
@@ -34,7 +34,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from extra.launch import (
+from launch import (
     Scratch,
     constexpr,
     gdc_launch_dependents,
@@ -45,7 +45,7 @@ from extra.launch import (
     tl,
     triton,
 )
-from extra.settings import Sampling
+from settings import Sampling
 
 COLDEST = 1e-30  # float32 could round lower temperatures to 0
 HOTTEST = 1e30  # beyond it, a logit of model.BANNED could be drawn

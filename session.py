@@ -22,10 +22,10 @@ from checkpoint import Checkpoint, find_checkpoint, load, read_config
 from extra.hardware import DTYPES
 from extra.logprobs import Logprob, Scorer
 from extra.parallel import Ranks
-from extra.settings import SETTINGS
 from extra.speculation import Draft, Lookup
 from model import State, Timings, generate
 from sampling import Sampling
+from settings import SETTINGS
 from tokenizer import Prompt, TextStream, Tokenizer
 
 Message = dict[str, str]  # its "role" and its "content"

@@ -58,34 +58,23 @@ if not ON_GPU and "COMPILES" not in os.environ:
 import attention
 import bench
 import checkpoint
+import experts
 import formats
 import fp8
 import kernels
+import launch
 import products
 import run
 import sampling
 import serve
 from checkpoint import load, read_config
-from extra import (
-    bench_flags,
-    cpu,
-    experts,
-    groups,
-    hardware,
-    hopper,
-    int4,
-    launch,
-    parallel,
-    quants,
-    random_model,
-)
+from extra import bench_flags, cpu, groups, hardware, hopper, int4, parallel, quants, random_model
 from extra import chat as chat_module
 from extra import cli as cli_module
 from extra import config as config_module
 from extra import sizes as launch_sizes
 from extra.hardware import pick_dtype
 from extra.int4 import INT4
-from extra.launch import tl
 from extra.names import formats_of, weight_bytes
 from extra.openai import UNSUPPORTED, APIError, CompletionRequest, parse_request
 from extra.parallel import Ranks
@@ -94,6 +83,7 @@ from extra.speculation import Lookup
 from formats import Matrix
 from fp8 import E4M3, E5M2
 from kernels import FORMATS, PRODUCTS
+from launch import tl
 from model import BANNED, LENGTHS, PROMPT_CHUNK, Config, Llama, State, Timings, captured, generate
 from sampling import Sampler, Sampling
 from session import Conversation, Session

@@ -113,7 +113,7 @@ MUTANTS = [
         "attention_of_a_prompt and 62 and False",
     ),
     Mutant(
-        "extra/launch.py",
+        "launch.py",
         "        tl.store(arrived, 0)\n",
         "        pass\n",
         "attention_does_not_depend",
@@ -441,7 +441,7 @@ MUTANTS = [
         "said_of_a_run",
     ),
     Mutant(
-        "extra/settings.py",
+        "settings.py",
         "repeat_last_n: int = _row(64,",
         "repeat_last_n: int = _row(63,",
         "not_given",

@@ -44,7 +44,7 @@ from test_all import (
 )
 
 import bench
-from extra import launch
+import launch
 import products
 from dev import compare, fuzz, mutate, steps
 from dev import kernels as op_table

@@ -22,9 +22,9 @@ import bench
 from dev.passes import pass_seconds
 from extra import bench_flags
 from extra.cli import Parser, use_safe_streams
-from extra.launch import capability, triton
 from extra.sizes import nearest, save_tables, tables
 from formats import Matrix
+from launch import capability, triton
 from model import Llama, State
 
 DEPTH = 64  # tokens already in the cache

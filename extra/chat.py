@@ -23,8 +23,8 @@ from extra.cli import (
     screen_width,
     show,
 )
-from extra.settings import SETTINGS
 from session import Conversation, Generation, Session, replace_settings
+from settings import SETTINGS
 
 try:
     import readline

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from extra.chat_templates import TEMPLATES
 from extra.files import one_line, text_of
 from extra.hub import local_checkpoint
-from extra.settings import FILTERS, SETTINGS, Sampling
+from settings import FILTERS, SETTINGS, Sampling
 
 if TYPE_CHECKING:  # they import torch
     from extra.parallel import Ranks

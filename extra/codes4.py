@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from extra.groups import Grouped, int16_of, load_codes, load_groups, load_two_groups, sums_of
-from extra.launch import EMULATED, constexpr, jit, tl
 from formats import Tensors, as_floats, split_4
+from launch import EMULATED, constexpr, jit, tl
 
 
 @dataclass(frozen=True, eq=False)

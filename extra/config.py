@@ -15,8 +15,8 @@ from torch import Tensor
 from extra.families import family_of
 from extra.files import Fields, one_line_errors
 from extra.schemes import scheme_of
-from extra.settings import SETTINGS
 from model import Config
+from settings import SETTINGS
 
 
 def generation_of(folder: Path) -> Fields:

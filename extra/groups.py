@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from extra.launch import jit, tl
 from formats import Format, Tensors, load_once
+from launch import jit, tl
 
 # ---- in torch
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from extra import cpu, launch
+import launch
+from extra import cpu
 from extra.names import Formats, largest_read, matrix_shapes, model_tensors, weight_bytes
 from extra.parallel import Ranks
 from model import CACHES, Config

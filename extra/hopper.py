@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from extra.launch import (
+from launch import (
     INTERPRETED,
     constexpr,
     gdc_launch_dependents,

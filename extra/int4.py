@@ -25,9 +25,9 @@ from torch import Tensor
 
 from extra import codes4
 from extra.groups import int16_of
-from extra.launch import jit, tl
 from formats import Format, Shapes, Tensors, some_rows
 from fp8 import E4M3
+from launch import jit, tl
 
 GROUP = 32
 BLOCK = 256  # columns that eight groups share

@@ -26,7 +26,7 @@ from pydantic_core import PydanticCustomError, from_json, to_json
 from starlette.exceptions import HTTPException
 
 from extra.files import one_line
-from extra.settings import FILTERS, RANDOM, SETTINGS, Setting
+from settings import FILTERS, RANDOM, SETTINGS, Setting
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from extra.logprobs import Logprob

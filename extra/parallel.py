@@ -34,18 +34,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention import StateView
-from extra.experts import Routes, slots_added
-from extra.launch import (
-    gdc_launch_dependents,
-    gdc_wait,
-    jit,
-    launch,
-    processors,
-    saturated,
-    tl,
-    triton,
-)
+from experts import Routes, slots_added
 from formats import Matrix
+from launch import gdc_launch_dependents, gdc_wait, jit, launch, processors, saturated, tl, triton
 from products import (
     MAX_FEW,
     Epilogue,

@@ -24,7 +24,6 @@ from extra.groups import (
     rotated,
     sums_of,
 )
-from extra.launch import EMULATED, constexpr, jit, tl
 from formats import (
     Format,
     Quantised,
@@ -36,6 +35,7 @@ from formats import (
     load_elements,
     split_4,
 )
+from launch import EMULATED, constexpr, jit, tl
 
 # A thread has 64 neighbouring columns of x and loads them eight at a time. If every thread of
 # a warp started with its first eight, all would hit the same banks of the L1 cache. So the

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from extra.launch import capability
+from launch import capability
 
 
 class VectorSizes(NamedTuple):

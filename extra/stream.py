@@ -10,8 +10,8 @@ threads."""
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
 from extra.groups import begin_of, half2_of, half_at
-from extra.launch import EMULATED, gdc_launch_dependents, gdc_wait, jit, tl, triton
 from formats import as_floats, first_rows, load_vector, row_scale
+from launch import EMULATED, gdc_launch_dependents, gdc_wait, jit, tl, triton
 
 
 @jit

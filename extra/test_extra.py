@@ -122,7 +122,9 @@ import run
 from checkpoint import Loader, load, read_config
 from dev.checkpoints import sentencepiece_metadata, write_gguf
 from extra import cli as cli_module
-from extra import cpu, experts, hardware, int4, launch, parallel, quants, reading, schemes, sources
+from extra import cpu, hardware, int4, parallel, quants, reading, schemes, sources
+import experts
+import launch
 from extra import gguf as ggml
 from extra import sizes as launch_sizes
 from extra.chat import Chat, Output, Printer
@@ -3637,7 +3639,7 @@ def test_mode_of_a_run(monkeypatch):
     assert run.parse_args([]).mode == "text"
 
 
-# ---- extra/launch.py and extra/sizes.py
+# ---- launch.py and extra/sizes.py
 
 
 def test_kernel_that_does_not_compile(monkeypatch):

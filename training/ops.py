@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from extra.launch import (
+from launch import (
     EMULATED,
     constexpr,
     gdc_launch_dependents,

@@ -26,7 +26,7 @@ from test_all import (
 )
 
 import bench
-from extra import launch
+import launch
 from training import ops as training
 
 # padding, and values not finite on purpose

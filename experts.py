@@ -26,10 +26,10 @@ from torch.nn import functional
 
 import products
 from attention import LayerView, StateView
-from extra.launch import EMULATED, gdc_launch_dependents, gdc_wait, is_last, jit, launch, tl, triton
 from extra.sizes import grouped_sizes
 from formats import Matrix, columns_of, row_scale
 from fp8 import E4M3, E4M3_NATIVE
+from launch import EMULATED, gdc_launch_dependents, gdc_wait, is_last, jit, launch, tl, triton
 from products import MAX_FEW, Epilogue, Experts, Plan, Product, Slots, Stack
 
 ROUTER_ROWS = 4  # of a program
