@@ -436,7 +436,7 @@ def _store_slots(
 
 
 class Hidden(NamedTuple):
-    """The size that _store_hidden needs. N is no substitute: extra/stream.py passes the row at which
+    """The size that _store_hidden needs. N is no substitute: bits/stream.py passes the row at which
     a program ends."""
 
     F: int

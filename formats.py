@@ -5,7 +5,7 @@ stores a matrix. To add one, subclass Format, write its functions, and enter it 
 it can then be loaded, saved, divided among ranks, and run with one token, a few, or a prompt.
 
     code         a small integer, or an 8-bit float, that stands for a weight
-    group        columns of a row that share a scale, and a minimum or a zero point: extra/groups.py
+    group        columns of a row that share a scale, and a minimum or a zero point: bits/groups.py
     half2        two halves in one 32-bit register; one instruction computes with both
     cpu_layout   a second copy of a matrix, as a CPU's library reads it"""
 
@@ -57,7 +57,7 @@ class Format:
         together. None if all are in order.
 
     These are enough for correct results. A few tokens and prompts are fast if each thread loads
-    whole words, as in extra/codes4.py. One token is fast in extra/stream.py, which needs two more:
+    whole words, as in bits/codes4.py. One token is fast in bits/stream.py, which needs two more:
 
     stream_load(w, start, k, left, COLUMNS, GROUP)
         A tile, of which each thread gets all that the products of 64 weights need. start may also

@@ -3,7 +3,7 @@
 Read in this order:
 
     formats.py     what a matrix is: how its weights are stored, and how kernels load them.
-                   fp8.py and extra/int4.py are the formats that this program encodes
+                   fp8.py and bits/int4.py are the formats that this program encodes
     products.py    x W^T for one token, a few, or a prompt, and the norm before it
     attention.py   for one token, a few, or a prompt
     sampling.py    how the next token is chosen
@@ -20,7 +20,7 @@ Shape letters, here and everywhere:
     C dim               F hidden_dim          N, K  rows and columns of any matrix
     H query heads       KH key/value heads    G = H / KH      D head_dim
 
-Words, here and everywhere; formats.py and extra/groups.py have those for weights (code, word, group, run, half2):
+Words, here and everywhere; formats.py and bits/groups.py have those for weights (code, word, group, run, half2):
 
     tile, block   what a program loads at once; a tile's sizes are BLOCK_..., or BLOCK columns
     epilogue      what an op does with the rows of a product, as a function that the kernel calls
@@ -52,8 +52,8 @@ from torch.nn import functional
 
 import experts
 from attention import LayerView, StateView, attention, attention_ref, to_cache, to_cache_ref
+from bits.int4 import INT4
 from experts import Routes, route, route_ref
-from extra.int4 import INT4
 from formats import Format, Matrix
 from fp8 import E4M3, E5M2
 from launch import gdc_launch_dependents, gdc_wait, jit, launch, saturated, tl, triton

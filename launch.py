@@ -25,7 +25,7 @@ offsets, load its first tile of weights. The rules that keep this correct:
   thousands of each;
 - a kernel waits once, or a second time where the first was for the rows of W that it has to load.
   No wait is in a loop: Triton 3.7.1 may move loads above a wait inside one (triton issue 11905).
-  extra/stream.py is a deliberate exception: its loads of W are meant to move above the wait,
+  bits/stream.py is a deliberate exception: its loads of W are meant to move above the wait,
   and whatever has to come after it stands in the same branch.
 """
 

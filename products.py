@@ -9,7 +9,7 @@ Read in this order:
     stacks          which of the matrices in W are multiplied is an argument (experts)
     half precision  the arithmetic of 8-bit codes with one token; skip it at first
     one token       bound by reading W: the kernel streams W's rows once and does everything else on
-                    the way. Formats with codes in groups have theirs in extra/stream.py
+                    the way. Formats with codes in groups have theirs in bits/stream.py
     a few tokens    with 2 to 16, tensor cores multiply W as it streams by
     launching       which of these kernels is chosen, and how its work is divided
     a prompt        the library's product between small fused kernels. With many tokens it is
@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from bits.stream import stream_kernel
 from extra import cpu
 from extra.sizes import FewSizes, few_sizes, stream_sizes, vector_sizes
-from extra.stream import stream_kernel
 from formats import (
     Format,
     Matrix,

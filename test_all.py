@@ -67,14 +67,16 @@ import products
 import run
 import sampling
 import serve
+from bits import groups, int4
+from bits import others as quants
+from bits.int4 import INT4
 from checkpoint import load, read_config
-from extra import bench_flags, cpu, groups, hardware, hopper, int4, parallel, quants, random_model
+from extra import bench_flags, cpu, hardware, hopper, parallel, random_model
 from extra import chat as chat_module
 from extra import cli as cli_module
 from extra import config as config_module
 from extra import sizes as launch_sizes
 from extra.hardware import pick_dtype
-from extra.int4 import INT4
 from extra.names import formats_of, weight_bytes
 from extra.openai import UNSUPPORTED, APIError, CompletionRequest, parse_request
 from extra.parallel import Ranks

@@ -53,7 +53,7 @@ MUTANTS = [
         "op_equals and bfloat16 and rmsnorm",
     ),
     Mutant(
-        "extra/stream.py",
+        "bits/stream.py",
         "x_part[1], FORMAT.scales_of) * x_part[2]",
         "x_part[1], FORMAT.scales_of)",
         "products_with_4_bit",
@@ -137,14 +137,14 @@ MUTANTS = [
         "codes_decode_and_encode",
     ),
     Mutant(
-        "extra/int4.py",
+        "bits/int4.py",
         'return E4M3 if name == "output" else self',
         "return self",
         "model_in_a_format and int4",
     ),
-    Mutant("extra/int4.py", "by_4 * -zero", "by_4 * zero", "products_with_4_bit"),
+    Mutant("bits/int4.py", "by_4 * -zero", "by_4 * zero", "products_with_4_bit"),
     Mutant(
-        "extra/codes4.py",
+        "bits/codes4.py",
         "load_groups(w[1], start, k, left, COLUMNS, 32, GROUP)",
         "load_groups(w[1], start, k, left, COLUMNS, 32, 32)",
         "safetensors_formats",

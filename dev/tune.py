@@ -99,7 +99,7 @@ def tune(args: argparse.Namespace) -> None:
     for _ in range(20):
         seconds_of(1)  # a GPU that was idle is slower at first
     format = model.weights.layers[0].wqkv.format
-    summed = 1  # matrices of experts that are side by side for extra/stream.py
+    summed = 1  # matrices of experts that are side by side for bits/stream.py
     if format and format.stream_load:
         single = (1, own_table(model, "stream"), stream_candidates)
         summed = max(1, model.config.experts_per_token)

@@ -1,6 +1,6 @@
 """Step 5 of loading (see checkpoint.py): how other programs store the matrices that they have
 quantised. GGUF files hold blocks of ggml, llama.cpp's library of tensors; safetensors follow one of
-several schemes. Both are read as formats.Quantised, which the formats in extra/quants.py keep
+several schemes. Both are read as formats.Quantised, which the formats in bits/others.py keep
 exactly.
 
 ggml's types, and how large their blocks are, stand in extra/gguf.py. Sources: ggml-common.h and
@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 import fp8
-from extra import codes4, gguf, quants
+from bits import codes4
+from bits import others as quants
+from extra import gguf
 from extra.files import Fields
 from extra.headers import Wanted
 from formats import Format, Quantised, Tensors

@@ -22,7 +22,7 @@ class VectorSizes(NamedTuple):
 
 
 class StreamSizes(NamedTuple):
-    """How extra/stream.py divides such a product. There are `programs` programs for each SM,
+    """How bits/stream.py divides such a product. There are `programs` programs for each SM,
     with a warp for every 2048 columns of a block. A program loops over tiles of `rows` rows, of
     which `stages` - 1 are in flight. The launcher enlarges `block` if three blocks do not cover a
     row (products.stream_block)."""

@@ -122,7 +122,9 @@ import run
 from checkpoint import Loader, load, read_config
 from dev.checkpoints import sentencepiece_metadata, write_gguf
 from extra import cli as cli_module
-from extra import cpu, hardware, int4, parallel, quants, reading, schemes, sources
+from extra import cpu, hardware, parallel, reading, schemes, sources
+from bits import int4
+from bits import others as quants
 import experts
 import launch
 from extra import gguf as ggml
@@ -132,7 +134,7 @@ from extra.chat import columns as columns_of
 from extra.chat_templates import TEMPLATES, find_template
 from extra.hardware import check_groups, check_memory
 from extra.hub import local_checkpoint, pick_gguf
-from extra.int4 import INT4
+from bits.int4 import INT4
 from extra.layouts import formats_as_stored
 from extra.names import formats_of, layer_tensors, model_tensors, tensor_in
 from extra.parallel import Ranks

@@ -9,7 +9,7 @@ threads."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
-from extra.groups import begin_of, half2_of, half_at
+from bits.groups import begin_of, half2_of, half_at
 from formats import as_floats, first_rows, load_vector, row_scale
 from launch import EMULATED, gdc_launch_dependents, gdc_wait, jit, tl, triton
 

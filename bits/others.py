@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import fp8
-from extra import codes4
-from extra.groups import (
+from bits import codes4
+from bits.groups import (
     Grouped,
     half2_of,
     half_at,
@@ -200,7 +200,7 @@ class FileGroups(Grouped):
 
 @dataclass(frozen=True, eq=False)
 class FileGroups4(codes4.Codes4, FileGroups):
-    """FileGroups with codes of 4 bits, stored as extra/codes4.py describes: int32 [N, K / 8]."""
+    """FileGroups with codes of 4 bits, stored as bits/codes4.py describes: int32 [N, K / 8]."""
 
     def code_shapes(self, N: int, K: int) -> Shapes:
         return {"codes": (torch.int32, (N, K // 8))}

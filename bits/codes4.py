@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from extra.groups import Grouped, int16_of, load_codes, load_groups, load_two_groups, sums_of
+from bits.groups import Grouped, int16_of, load_codes, load_groups, load_two_groups, sums_of
 from formats import Tensors, as_floats, split_4
 from launch import EMULATED, constexpr, jit, tl
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from extra import codes4
-from extra.groups import int16_of
+from bits import codes4
+from bits.groups import int16_of
 from formats import Format, Shapes, Tensors, some_rows
 from fp8 import E4M3
 from launch import jit, tl
