@@ -4,7 +4,7 @@ heads share one k, v head.
 q [T, H, D], keys and values of one layer [KH, S, D] -> [T, H D]
 
 Three kernels: for one query row per key/value head, for up to SPLIT_ROWS, and for a prompt. On
-Hopper, extra/hopper.py has one for a few, up to 64 tokens and 128 rows, and one for long prompts.
+Hopper, cards/hopper.py has one for a few, up to 64 tokens and 128 rows, and one for long prompts.
 All keep a running softmax in base 2, with the factor log2(e) folded into qk_scale (online softmax:
 Milakov and Gimelshein, 2018)."""
 
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from extra import hopper
-from extra.cpu import without_onednn
-from extra.sizes import SplitSizes, few_rows_sizes, split_sizes
+from cards import hopper
+from cards.cpu import without_onednn
+from cards.sizes import SplitSizes, few_rows_sizes, split_sizes
 from formats import Matrix, plain_values
 from fp8 import E4M3, e4m3_encode
 from launch import (

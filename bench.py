@@ -35,8 +35,8 @@ from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
 
+from cards.cpu import cpu_product_dtype
 from checkpoint import load
-from extra.cpu import cpu_product_dtype
 from extra.hardware import DTYPES
 from extra.parallel import Ranks
 from extra.random_model import random_model

@@ -48,9 +48,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from cards.cpu import in_cpu_layout, storage_dtype
 from extra import hub
 from extra.config import read_sampling
-from extra.cpu import in_cpu_layout, storage_dtype
 from extra.files import one_line_errors
 from extra.hardware import (
     check_accumulate,

@@ -26,7 +26,7 @@ from torch.nn import functional
 
 import products
 from attention import LayerView, StateView
-from extra.sizes import grouped_sizes
+from cards.sizes import grouped_sizes
 from formats import Matrix, columns_of, row_scale
 from fp8 import E4M3, E4M3_NATIVE
 from launch import EMULATED, gdc_launch_dependents, gdc_wait, is_last, jit, launch, tl, triton

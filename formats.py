@@ -240,7 +240,7 @@ class Matrix:
     """A weight matrix W of N rows and K columns, applied as y = x W^T, or x W^T + bias."""
 
     # What the format says. Without a format, a single tensor [N, K] in 16 or 32 bits, which on a
-    # CPU may be stored column by column or in oneDNN's layout (extra/cpu.py)
+    # CPU may be stored column by column or in oneDNN's layout (cards/cpu.py)
     tensors: Tensors
     format: Format | None = None
     # A second copy for some products on a CPU: see Format.cpu_layout; without a format, oneDNN's

@@ -207,7 +207,7 @@ def is_last(arrived, programs):
     return last
 
 
-# What attention.py and extra/hopper.py share
+# What attention.py and cards/hopper.py share
 
 
 @jit

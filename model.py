@@ -18,7 +18,7 @@ from torch import Tensor
 
 import experts
 import kernels
-from extra.cpu import storage_dtype
+from cards.cpu import storage_dtype
 from extra.parallel import Exchange, Ranks, make_exchange
 from formats import Format, Matrix
 from launch import Scratch, compile_kernels

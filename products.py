@@ -3,7 +3,7 @@
 Read in this order:
 
     rmsnorm         what comes before most products; for 8-bit tensor cores, x as codes
-    linear_ref      the reference. extra/cpu.py has what is fast on a CPU
+    linear_ref      the reference. cards/cpu.py has what is fast on a CPU
     epilogues       what an op multiplies is a Product; what it does with y is a function, which a
                     kernel calls with its part of y
     stacks          which of the matrices in W are multiplied is an argument (experts)
@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from bits.stream import stream_kernel
-from extra import cpu
-from extra.sizes import FewSizes, few_sizes, stream_sizes, vector_sizes
+from cards import cpu
+from cards.sizes import FewSizes, few_sizes, stream_sizes, vector_sizes
 from formats import (
     Format,
     Matrix,

@@ -70,12 +70,13 @@ import serve
 from bits import groups, int4
 from bits import others as quants
 from bits.int4 import INT4
+from cards import cpu, hopper
+from cards import sizes as launch_sizes
 from checkpoint import load, read_config
-from extra import bench_flags, cpu, hardware, hopper, parallel, random_model
+from extra import bench_flags, hardware, parallel, random_model
 from extra import chat as chat_module
 from extra import cli as cli_module
 from extra import config as config_module
-from extra import sizes as launch_sizes
 from extra.hardware import pick_dtype
 from extra.names import formats_of, weight_bytes
 from extra.openai import UNSUPPORTED, APIError, CompletionRequest, parse_request

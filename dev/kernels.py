@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import bench
+from cards.cpu import cpu_product_dtype
 from dev.passes import device_time
 from extra import bench_flags
 from extra.cli import Parser, note, use_safe_streams
-from extra.cpu import cpu_product_dtype
 from formats import Matrix
 from model import Llama, State
 from sampling import Sampler

@@ -77,13 +77,13 @@ MUTANTS = [
         "products_do_not_depend",
     ),
     Mutant(
-        "extra/cpu.py",
+        "cards/cpu.py",
         "torch.bfloat16 and multiplies_bf16() else",
         "torch.bfloat16 else",
         "without_bf16",
     ),
     Mutant(
-        "extra/cpu.py",
+        "cards/cpu.py",
         'if any(f is not w.format and f.for_matrix("output") is w.format for f in among):',
         "if False:",
         "model_in_a_format and int4",
@@ -119,7 +119,7 @@ MUTANTS = [
         "attention_does_not_depend",
     ),
     Mutant(
-        "extra/sizes.py",
+        "cards/sizes.py",
         "max((k for k in table if k <= key), default=min(table))",
         "min(table)",
         "nearest",

@@ -50,7 +50,7 @@ from dev import compare, fuzz, mutate, steps
 from dev import kernels as op_table
 from dev import passes as dev_passes
 from dev import tune as tuner
-from extra import sizes as launch_sizes
+from cards import sizes as launch_sizes
 from bits.int4 import INT4
 from extra.names import formats_of, layer_tensors, tensor_in
 from extra.random_model import random_weights

@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import bench
+from cards.sizes import nearest, save_tables, tables
 from dev.passes import pass_seconds
 from extra import bench_flags
 from extra.cli import Parser, use_safe_streams
-from extra.sizes import nearest, save_tables, tables
 from formats import Matrix
 from launch import capability, triton
 from model import Llama, State

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import launch
-from extra import cpu
+from cards import cpu
 from extra.names import Formats, largest_read, matrix_shapes, model_tensors, weight_bytes
 from extra.parallel import Ranks
 from model import CACHES, Config

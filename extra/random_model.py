@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from cards.cpu import in_cpu_layout, storage_dtype
 from checkpoint import read_config
 from extra.cli import DEFAULT_MODEL
-from extra.cpu import in_cpu_layout, storage_dtype
 from extra.hardware import check_accumulate, check_memory, pick_backend, pick_device, pick_dtype
 from extra.names import Formats, Kind, formats_of, layer_tensors, layer_weights
 from formats import Matrix

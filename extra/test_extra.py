@@ -122,13 +122,14 @@ import run
 from checkpoint import Loader, load, read_config
 from dev.checkpoints import sentencepiece_metadata, write_gguf
 from extra import cli as cli_module
-from extra import cpu, hardware, parallel, reading, schemes, sources
+from extra import hardware, parallel, reading, schemes, sources
+from cards import cpu
 from bits import int4
 from bits import others as quants
 import experts
 import launch
 from extra import gguf as ggml
-from extra import sizes as launch_sizes
+from cards import sizes as launch_sizes
 from extra.chat import Chat, Output, Printer
 from extra.chat import columns as columns_of
 from extra.chat_templates import TEMPLATES, find_template
@@ -3641,7 +3642,7 @@ def test_mode_of_a_run(monkeypatch):
     assert run.parse_args([]).mode == "text"
 
 
-# ---- launch.py and extra/sizes.py
+# ---- launch.py and cards/sizes.py
 
 
 def test_kernel_that_does_not_compile(monkeypatch):
@@ -3685,7 +3686,7 @@ def test_launch_sizes_of_the_nearest_card(monkeypatch, tmp_path):
     launch_sizes.tables()  # which keeps what is in the file
     monkeypatch.setattr(launch_sizes, "TABLES_FILE", tmp_path / "launch.json")
     launch_sizes.save_tables()
-    assert (tmp_path / "launch.json").read_text() == (HERE / "extra/launch.json").read_text()
+    assert (tmp_path / "launch.json").read_text() == (HERE / "cards/launch.json").read_text()
 
 
 @pytest.mark.parametrize("arch", [0, *ARCHITECTURES])

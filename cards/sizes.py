@@ -85,7 +85,7 @@ def tables() -> dict[str, Any]:
               where that was faster, and for 16-bit weights on cards that were not measured
     grouped   bits per weight, slots for each expert, on average: GroupedSizes
     split     query rows per key/value head: SplitSizes
-    few_rows  exact capability: SplitSizes of extra/hopper.py's kernel for a few rows, whose tiles
+    few_rows  exact capability: SplitSizes of cards/hopper.py's kernel for a few rows, whose tiles
               are 16 positions per warp
 
     Hopper's are measured. "few" of 100 is that of 80. Those of 86, which 89 shares, and of 120 are
@@ -146,6 +146,6 @@ def split_sizes(device: torch.device, rows: int) -> SplitSizes:
 
 
 def few_rows_sizes(device: torch.device) -> SplitSizes | None:
-    """Returns None on cards for which extra/hopper.py has no kernel for a few rows."""
+    """Returns None on cards for which cards/hopper.py has no kernel for a few rows."""
     found = tables()["few_rows"].get(capability(device))
     return SplitSizes(*found) if found else None
