@@ -1,6 +1,6 @@
 """Tokens per second, each beside the hardware's limit, measured in the same run; and perplexity.
 
-The flags are in extra/bench_flags.py, models with random weights in extra/random_model.py."""
+The flags are in extra/bench_flags.py, models with random weights in loading/random_model.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from functools import cache
 
 from extra.bench_flags import Test, parse_args
 from extra.cli import DEFAULT_MODEL, exit_code, import_torch, note, use_safe_streams
-from extra.files import text_of
+from loading.files import text_of
 
 if __name__ == "__main__":  # --help and errors in the command line do not wait for torch
     use_safe_streams()
@@ -36,12 +36,12 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from cards.cpu import cpu_product_dtype
-from checkpoint import load
-from extra.hardware import DTYPES
 from extra.parallel import Ranks
-from extra.random_model import random_model
 from formats import Matrix
 from launch import jit, tl
+from loading.checkpoint import load
+from loading.place import DTYPES
+from loading.random_model import random_model
 from model import Llama, State, Timings, generate
 from products import tensor_core_format
 from settings import Sampling

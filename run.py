@@ -176,7 +176,7 @@ def unescaped(text: str) -> str:
 
 def work(args: argparse.Namespace, ranks: Ranks) -> int:
     from extra.chat import Output
-    from extra.hardware import pick_device
+    from loading.place import pick_device
 
     if args.mode == "save":
         if ranks.rank == 0:  # one process does it
@@ -257,7 +257,7 @@ def converse(
 
 
 def save(args: argparse.Namespace) -> None:
-    from extra.save import save as save_model
+    from loading.save import save as save_model
 
     with ending_cleanly():
         file = save_model(
@@ -278,7 +278,7 @@ def save(args: argparse.Namespace) -> None:
 
 def summary(args: argparse.Namespace, session: Session) -> str:
     """What is about to run, in two or three lines."""
-    from extra.config import read_sampling
+    from loading.config import read_sampling
 
     model = session.model
     checkpoint = model.checkpoint

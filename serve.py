@@ -40,8 +40,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from extra import cli
 from extra.cli import open_session
-from extra.hub import local_checkpoint
 from extra.openai import ENDPOINTS, APIError, ModelRequest, error_body, event, parse_request
+from loading.hub import local_checkpoint
 
 if TYPE_CHECKING:  # they import torch, which takes seconds
     from extra.parallel import Ranks
@@ -422,7 +422,7 @@ def start_frontend(args: argparse.Namespace) -> Link:
 
 
 def work(link: Link, args: argparse.Namespace, ranks: Ranks) -> int:
-    from extra.hardware import pick_device
+    from loading.place import pick_device
     from model import ContextFull
 
     ranks.join(pick_device(args.device, ranks))

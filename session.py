@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 import torch
 
-from checkpoint import Checkpoint, find_checkpoint, load, read_config
-from extra.hardware import DTYPES
 from extra.logprobs import Logprob, Scorer
 from extra.parallel import Ranks
 from extra.speculation import Draft, Lookup
+from loading.checkpoint import Checkpoint, find_checkpoint, load, read_config
+from loading.place import DTYPES
 from model import State, Timings, generate
 from sampling import Sampling
 from settings import SETTINGS

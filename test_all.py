@@ -57,7 +57,6 @@ if not ON_GPU and "COMPILES" not in os.environ:
 
 import attention
 import bench
-import checkpoint
 import experts
 import formats
 import fp8
@@ -72,21 +71,23 @@ from bits import others as quants
 from bits.int4 import INT4
 from cards import cpu, hopper
 from cards import sizes as launch_sizes
-from checkpoint import load, read_config
-from extra import bench_flags, hardware, parallel, random_model
+from extra import bench_flags, parallel
 from extra import chat as chat_module
 from extra import cli as cli_module
-from extra import config as config_module
-from extra.hardware import pick_dtype
-from extra.names import formats_of, weight_bytes
 from extra.openai import UNSUPPORTED, APIError, CompletionRequest, parse_request
 from extra.parallel import Ranks
-from extra.save import save
 from extra.speculation import Lookup
 from formats import Matrix
 from fp8 import E4M3, E5M2
 from kernels import FORMATS, PRODUCTS
 from launch import tl
+from loading import checkpoint, random_model
+from loading import config as config_module
+from loading import place as hardware
+from loading.checkpoint import load, read_config
+from loading.names import formats_of, weight_bytes
+from loading.place import pick_dtype
+from loading.save import save
 from model import BANNED, LENGTHS, PROMPT_CHUNK, Config, Llama, State, Timings, captured, generate
 from sampling import Sampler, Sampling
 from session import Conversation, Session
@@ -2312,7 +2313,7 @@ def test_errors_with_and_without_their_traceback(cli, tiny, tmp_path, monkeypatc
     code, out, err = cli("-m", tmp_path, "-p", "a", "--debug")
     assert code == 1 and out == "" and err.startswith("Traceback")
     assert re.search(r"\nFileNotFoundError: .+\n$", err)
-    monkeypatch.setattr("extra.hardware.free_memory", lambda device: 1_000_000)
+    monkeypatch.setattr("loading.place.free_memory", lambda device: 1_000_000)
     assert_refused(cli("-m", tiny, "-p", "a"), "weights", "cache of 256 tokens", "smaller ctx_size")
 
 
@@ -3282,7 +3283,7 @@ def test_serve_as_the_openai_package_asks(server):
         client.chat.completions.create(**asks, n=2)
 
 
-# ---- checkpoint.py
+# ---- loading/checkpoint.py
 
 
 @pytest.mark.parametrize("family, fp8, backend", [

@@ -5,7 +5,7 @@ A Vocabulary encodes text and knows the bytes of each token. A Tokenizer reads o
 and makes Prompts of conversations. A TextStream makes text of ids as they come.
 
 Tokenizers and templates come with a checkpoint, so they are not trusted: only regular files of a
-sane size are read, a template runs in Jinja's sandbox (see extra/chat_templates.py), errors are one
+sane size are read, a template runs in Jinja's sandbox (see loading/templates.py), errors are one
 line, and only the template itself writes control tokens. None of this needs torch."""
 
 import codecs
@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from extra.chat_templates import find_template, render
-from extra.files import one_line_errors, read_bytes, read_json
-from extra.gguf import TURN_MARKS, read_header, tokenizer_files
-from extra.hub import find_gguf
+from loading.files import one_line_errors, read_bytes, read_json
+from loading.gguf import TURN_MARKS, read_header, tokenizer_files
+from loading.hub import find_gguf
+from loading.templates import find_template, render
 
 # a model's vocabulary may be padded beyond its tokenizer's, to a multiple that suits the hardware
 PADDING = 4096

@@ -1,5 +1,5 @@
-"""Step 7 of loading (see checkpoint.py): the formats that keep matrices exactly as other programs
-have quantised them. extra/schemes.py reads files into formats.Quantised, which these formats
+"""Step 7 of loading (see loading/checkpoint.py): the formats that keep matrices exactly as other programs
+have quantised them. loading/quantised.py reads files into formats.Quantised, which these formats
 store."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton

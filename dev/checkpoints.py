@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from checkpoint import read_config
-from extra.chat_templates import TEMPLATES
-from extra.names import model_parts
+from loading.checkpoint import read_config
+from loading.names import model_parts
+from loading.templates import TEMPLATES
 
 VOCAB = 400
 BF16 = 30  # the number of this type in GGUF

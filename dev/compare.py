@@ -22,8 +22,8 @@ sys.path.insert(0, str(ROOT))
 import bench
 from extra import bench_flags
 from extra.cli import Parser, note, use_safe_streams
-from extra.hardware import DTYPES, pick_device
-from extra.random_model import random_config
+from loading.place import DTYPES, pick_device
+from loading.random_model import random_config
 
 
 @dataclasses.dataclass

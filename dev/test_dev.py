@@ -52,8 +52,8 @@ from dev import passes as dev_passes
 from dev import tune as tuner
 from cards import sizes as launch_sizes
 from bits.int4 import INT4
-from extra.names import formats_of, layer_tensors, tensor_in
-from extra.random_model import random_weights
+from loading.names import formats_of, layer_tensors, tensor_in
+from loading.random_model import random_weights
 from figures import plot
 from fp8 import E4M3
 from model import Llama, State

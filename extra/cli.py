@@ -21,9 +21,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from extra.chat_templates import TEMPLATES
-from extra.files import one_line, text_of
-from extra.hub import local_checkpoint
+from loading.files import one_line, text_of
+from loading.hub import local_checkpoint
+from loading.templates import TEMPLATES
 from settings import FILTERS, SETTINGS, Sampling
 
 if TYPE_CHECKING:  # they import torch
@@ -433,7 +433,7 @@ def set_environment(args: argparse.Namespace) -> None:
 
 def open_session(args: argparse.Namespace, ranks: Ranks) -> Session:
     """A session for the model that flags describe."""
-    from extra.config import unsupported_settings
+    from loading.config import unsupported_settings
     from session import Session
 
     session = Session(

@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, from_json, to_json
 from starlette.exceptions import HTTPException
 
-from extra.files import one_line
+from loading.files import one_line
 from settings import FILTERS, RANDOM, SETTINGS, Setting
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds

@@ -208,7 +208,7 @@ class Ranks:
         return f" {ranks}, sums through {way}"
 
 
-# ---- the cut (Config.cut says what a rank has, checkpoint.py which rows and columns)
+# ---- the cut (Config.cut says what a rank has, loading/checkpoint.py which rows and columns)
 
 
 def share(count: int, rank: int, size: int) -> slice:

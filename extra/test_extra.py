@@ -114,36 +114,40 @@ from test_all import (
 )
 
 import attention
-import checkpoint
+from loading import checkpoint
 import fp8
 import kernels
 import products
 import run
-from checkpoint import Loader, load, read_config
+from loading.checkpoint import Loader, load, read_config
 from dev.checkpoints import sentencepiece_metadata, write_gguf
 from extra import cli as cli_module
-from extra import hardware, parallel, reading, schemes, sources
+from extra import parallel
+from loading import place as hardware
+from loading import reading
+from loading import quantised as schemes
+from loading import sources
 from cards import cpu
 from bits import int4
 from bits import others as quants
 import experts
 import launch
-from extra import gguf as ggml
+from loading import gguf as ggml
 from cards import sizes as launch_sizes
 from extra.chat import Chat, Output, Printer
 from extra.chat import columns as columns_of
-from extra.chat_templates import TEMPLATES, find_template
-from extra.hardware import check_groups, check_memory
-from extra.hub import local_checkpoint, pick_gguf
+from loading.templates import TEMPLATES, find_template
+from loading.place import check_groups, check_memory
+from loading.hub import local_checkpoint, pick_gguf
 from bits.int4 import INT4
-from extra.layouts import formats_as_stored
-from extra.names import formats_of, layer_tensors, model_tensors, tensor_in
+from loading.layouts import formats_as_stored
+from loading.names import formats_of, layer_tensors, model_tensors, tensor_in
 from extra.parallel import Ranks
-from extra.reading import read
-from extra.save import save
+from loading.reading import read
+from loading.save import save
 from extra.speculation import Draft, Lookup, Pacer, Speculation
-from extra.sources import tensors_of
-from extra.tensors import ALL
+from loading.sources import tensors_of
+from loading.tensors import ALL
 from formats import Matrix
 from fp8 import E4M3, E4M3_NATIVE, E5M2
 from kernels import FORMATS, PRODUCTS
@@ -976,7 +980,7 @@ def test_hub_takes_what_a_folder_means_and_finishes_a_download(
     if not listed:
         shutil.rmtree(tmp_path / "cache" / "models--someone--tiny" / "trees")
     disk = SimpleNamespace(free=size - 1)
-    monkeypatch.setattr("extra.hub.shutil.disk_usage", lambda _: disk)
+    monkeypatch.setattr("loading.hub.shutil.disk_usage", lambda _: disk)
     needs = f"takes {size / 1e9:.2f} GB, but .* has {size / 1e9:.2f} GB free \\(see HF_HOME\\)"
     with pytest.raises(ValueError, match=f"someone/tiny {needs}"):
         load("someone/tiny", device="cpu")
@@ -1365,13 +1369,13 @@ def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_sig
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     full = lambda _: SimpleNamespace(free=0)
     ends = [  # a step, what happens in it, what is said, the exit code
-        ("extra.hardware.free_memory", lambda _: 100_000, "try a smaller", 1),
-        ("extra.save.shutil.disk_usage", full, "has 0.00 GB free: save elsewhere", 1),
+        ("loading.place.free_memory", lambda _: 100_000, "try a smaller", 1),
+        ("loading.save.shutil.disk_usage", full, "has 0.00 GB free: save elsewhere", 1),
         ("checkpoint.Loader.load", fails(KeyboardInterrupt()), "", 130),
     ]
     for number in hears_signals:
         killed = lambda *_, number=number: signal.raise_signal(number)
-        ends.append(("extra.save.save_file", killed, "", 128 + number))
+        ends.append(("loading.save.save_file", killed, "", 128 + number))
     for step, end, expected, code in ends:
         with monkeypatch.context() as patch:
             patch.setattr(step, end)
@@ -1439,7 +1443,7 @@ def test_memory_of_7b(monkeypatch, dtype, device, options, weights, cache, room)
     config, ranks = replace(LLAMA_7B, **options.pop("shape")), options["ranks"]
     asked = config.cut(ranks.size), hardware.DTYPES[dtype], torch.device(device)
     options["formats"] = formats_of(asked[0], options.pop("format", None))
-    monkeypatch.setattr("extra.hardware.free_memory", lambda device: 1e6)
+    monkeypatch.setattr("loading.place.free_memory", lambda device: 1e6)
     with pytest.raises(MemoryError) as error:
         check_memory(*asked, **options)
     said = re.findall(r"(?:weights|tokens|workspace|=|has) ([\d.]+) GB", str(error.value))
@@ -1454,9 +1458,9 @@ def test_memory_that_is_just_enough(monkeypatch):
     asked = LLAMA_7B, torch.float16, torch.device("cpu"), 4096, {}
     need = 2 * 6_738_415_616 + 2 * 2 * 32 * 4096 * 4096 + 6 * 2 * 131_072_000
     for has, ranks in ((need, Ranks()), (4 * need, Ranks(1, 4, 1, 4))):  # which share a host's
-        monkeypatch.setattr("extra.hardware.free_memory", lambda device, has=has: has)
+        monkeypatch.setattr("loading.place.free_memory", lambda device, has=has: has)
         assert check_memory(*asked, ranks=ranks) is None
-        monkeypatch.setattr("extra.hardware.free_memory", lambda device, has=has: has - 1)
+        monkeypatch.setattr("loading.place.free_memory", lambda device, has=has: has - 1)
         with pytest.raises(MemoryError, match=f"= {need / 1e9:.2f} GB, but cpu.* has .* free: try"):
             check_memory(*asked, ranks=ranks)
 
@@ -1845,7 +1849,7 @@ def test_a_gguf_folder_beside_the_program(tmp_path, monkeypatch):
     file = tmp_path / "beside/models/x/a.gguf"
     file.parent.mkdir(parents=True)
     file.touch()
-    monkeypatch.setattr("extra.hub.ROOT", tmp_path / "beside")
+    monkeypatch.setattr("loading.hub.ROOT", tmp_path / "beside")
     monkeypatch.chdir(tmp_path)
     assert local_checkpoint("models/x") == file
 

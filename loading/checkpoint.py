@@ -49,20 +49,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cards.cpu import in_cpu_layout, storage_dtype
-from extra import hub
-from extra.config import read_sampling
-from extra.files import one_line_errors
-from extra.hardware import (
-    check_accumulate,
-    check_choice,
-    check_groups,
-    check_memory,
-    pick_backend,
-    pick_device,
-    pick_dtype,
-)
-from extra.layouts import formats_as_stored, tensors_for
-from extra.names import (
+from extra.parallel import Ranks, share
+from formats import Format, Matrix, Tensors
+from kernels import FORMATS
+from loading import hub
+from loading.config import read_sampling
+from loading.files import one_line_errors
+from loading.layouts import formats_as_stored, tensors_for
+from loading.names import (
     CUT,
     Formats,
     Kind,
@@ -75,11 +69,17 @@ from extra.names import (
     model_tensors,
     weight_bytes,
 )
-from extra.parallel import Ranks, share
-from extra.sources import small_source, source_of, weight_files
-from extra.tensors import ALL, Rows, columns_in
-from formats import Format, Matrix, Tensors
-from kernels import FORMATS
+from loading.place import (
+    check_accumulate,
+    check_choice,
+    check_groups,
+    check_memory,
+    pick_backend,
+    pick_device,
+    pick_dtype,
+)
+from loading.sources import small_source, source_of, weight_files
+from loading.tensors import ALL, Rows, columns_in
 from model import Config, LayerWeights, Llama, Weights, enumerated
 from sampling import Sampling
 

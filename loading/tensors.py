@@ -1,4 +1,4 @@
-"""Step 5 of loading (see checkpoint.py): the SourceTensors that the loader reads, one for each tensor
+"""Step 5 of loading (see loading/checkpoint.py): the SourceTensors that the loader reads, one for each tensor
 of the model. These are floats in one file or in several, matrices that others have quantised,
 matrices that `--save` wrote, or several of them joined. Only headers are read until rows and
 columns of a tensor are asked for.
@@ -16,11 +16,11 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from extra import schemes
-from extra.files import one_line
-from extra.headers import FileTensor, Wanted
-from extra.reading import CPU, Piece, in_order, rows_in, split
 from formats import Format, Quantised, Tensors
+from loading import quantised as schemes
+from loading.files import one_line
+from loading.headers import FileTensor, Wanted
+from loading.reading import CPU, Piece, in_order, rows_in, split
 
 ALL = slice(None)
 

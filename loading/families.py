@@ -1,4 +1,4 @@
-"""Step 3 of loading (see checkpoint.py): what tells families of models apart, a row each.
+"""Step 3 of loading (see loading/checkpoint.py): what tells families of models apart, a row each.
 
 This needs no torch."""
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from extra.files import Fields
+from loading.files import Fields
 
 # ---- whether any layer sees only a window of positions, by the fields of a config.json
 

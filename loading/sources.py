@@ -1,4 +1,4 @@
-"""Step 2 of loading (see checkpoint.py): the layouts on disk. A Source is one of them: it knows where
+"""Step 2 of loading (see loading/checkpoint.py): the layouts on disk. A Source is one of them: it knows where
 configuration, tokenizer and tensors are, so that the other steps ask it and need not know.
 `source_of`, at the end, says which layout a path has.
 
@@ -15,15 +15,16 @@ from typing import NamedTuple
 
 import torch
 
-from extra import gguf, hub, schemes
-from extra.config import generation_of, hugging_face_config, meta_config
-from extra.families import family_of
-from extra.files import Fields, read_bytes
-from extra.headers import TYPES, FileTensor, safetensors_header
-from extra.names import EMBEDDING
-from extra.torchfile import torch_tensors
 from formats import Format
 from kernels import FORMATS
+from loading import gguf, hub
+from loading import quantised as schemes
+from loading.config import generation_of, hugging_face_config, meta_config
+from loading.families import family_of
+from loading.files import Fields, read_bytes
+from loading.headers import TYPES, FileTensor, safetensors_header
+from loading.names import EMBEDDING
+from loading.torchfile import torch_tensors
 from model import Config
 from tokenizer import tokenizer_file
 

@@ -1,4 +1,4 @@
-"""Step 3 of loading (see checkpoint.py): the configuration of a model, from Hugging Face's
+"""Step 3 of loading (see loading/checkpoint.py): the configuration of a model, from Hugging Face's
 config.json and generation_config.json or from Meta's params.json. Every field is checked, and what
 is not implemented is refused by name."""
 
@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from extra.families import family_of
-from extra.files import Fields, one_line_errors
-from extra.schemes import scheme_of
+from loading.families import family_of
+from loading.files import Fields, one_line_errors
+from loading.quantised import scheme_of
 from model import Config
 from settings import SETTINGS
 

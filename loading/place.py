@@ -1,4 +1,4 @@
-"""Step 6 of loading (see checkpoint.py): what a model runs on, that is the device, the type and the
+"""Step 6 of loading (see loading/checkpoint.py): what a model runs on, that is the device, the type and the
 backend, and whether it fits there."""
 
 import math
@@ -11,8 +11,8 @@ import torch
 
 import launch
 from cards import cpu
-from extra.names import Formats, largest_read, matrix_shapes, model_tensors, weight_bytes
 from extra.parallel import Ranks
+from loading.names import Formats, largest_read, matrix_shapes, model_tensors, weight_bytes
 from model import CACHES, Config
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

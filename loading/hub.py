@@ -1,4 +1,4 @@
-"""Step 1 of loading (see checkpoint.py): find a checkpoint. It is a folder or a file on this
+"""Step 1 of loading (see loading/checkpoint.py): find a checkpoint. It is a folder or a file on this
 machine, or a repository of the Hugging Face hub, which is downloaded to the hub's cache when it is
 first used.
 
@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable, Collection
 from pathlib import Path, PurePath
 
-from extra import gguf
-from extra.files import open_regular, read_json
+from loading import gguf
+from loading.files import open_regular, read_json
 
 ROOT = Path(__file__).resolve().parents[1]  # of this program
 

@@ -1,4 +1,4 @@
-"""The end of step 5 of loading (see checkpoint.py): which tensors of a checkpoint's files make those of
+"""The end of step 5 of loading (see loading/checkpoint.py): which tensors of a checkpoint's files make those of
 the model, in each layout. A Source (sources.py) has the tensors of the files, model_tensors
 (names.py) those of the model; here both become SourceTensors (tensors.py), and are compared.
 
@@ -12,22 +12,15 @@ from dataclasses import replace
 
 import torch
 
-from extra import gguf, schemes
-from extra.families import FAMILIES
-from extra.headers import FileTensor, Wanted
-from extra.names import (
-    BIASES,
-    EMBEDDING,
-    OUTPUT,
-    Formats,
-    Kind,
-    ModelTensor,
-    Part,
-    model_tensors,
-)
-from extra.reading import CPU, read
-from extra.sources import GgufFile, HuggingFaceFolder, MetaFolder, Source
-from extra.tensors import (
+from formats import Format
+from loading import gguf
+from loading import quantised as schemes
+from loading.families import FAMILIES
+from loading.headers import FileTensor, Wanted
+from loading.names import BIASES, EMBEDDING, OUTPUT, Formats, Kind, ModelTensor, Part, model_tensors
+from loading.reading import CPU, read
+from loading.sources import GgufFile, HuggingFaceFolder, MetaFolder, Source
+from loading.tensors import (
     Floats,
     Found,
     GgufMatrix,
@@ -38,7 +31,6 @@ from extra.tensors import (
     SourceTensor,
     Stack,
 )
-from formats import Format
 from model import Config
 
 # ---- all tensors of the model

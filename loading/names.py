@@ -1,4 +1,4 @@
-"""Step 4 of loading (see checkpoint.py): the tensors of a model, their shapes, what each layout
+"""Step 4 of loading (see loading/checkpoint.py): the tensors of a model, their shapes, what each layout
 calls the parts that make them up, and how they are divided over ranks."""
 
 import itertools

@@ -1,9 +1,9 @@
-"""Step 5 of loading (see checkpoint.py): how other programs store the matrices that they have
+"""Step 5 of loading (see loading/checkpoint.py): how other programs store the matrices that they have
 quantised. GGUF files hold blocks of ggml, llama.cpp's library of tensors; safetensors follow one of
 several schemes. Both are read as formats.Quantised, which the formats in bits/others.py keep
 exactly.
 
-ggml's types, and how large their blocks are, stand in extra/gguf.py. Sources: ggml-common.h and
+ggml's types, and how large their blocks are, stand in loading/gguf.py. Sources: ggml-common.h and
 ggml-quants.c."""
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 import fp8
 from bits import codes4
 from bits import others as quants
-from extra import gguf
-from extra.files import Fields
-from extra.headers import Wanted
 from formats import Format, Quantised, Tensors
+from loading import gguf
+from loading.files import Fields
+from loading.headers import Wanted
 
 # ---- blocks of ggml
 

@@ -1,4 +1,4 @@
-"""The way back from loading (see checkpoint.py): save a checkpoint with its matrices in a format,
+"""The way back from loading (see loading/checkpoint.py): save a checkpoint with its matrices in a format,
 so that later runs need not encode them. The result is a folder with the original's small files and
 a model.safetensors whose metadata names the format. layouts.saved_tensor reads it."""
 
@@ -13,15 +13,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from checkpoint import Checkpoint, Loader, find_checkpoint
-from extra.chat_templates import find_template
-from extra.files import one_line_errors
-from extra.hardware import DTYPES, check_choice, check_groups, check_memory, pick_device
-from extra.layouts import saved_matrix
-from extra.names import formats_of, model_tensors, tensor_in, weight_bytes
-from extra.sources import SAVED, SAVED_LAYOUT
 from formats import Format
 from kernels import FORMATS
+from loading.checkpoint import Checkpoint, Loader, find_checkpoint
+from loading.files import one_line_errors
+from loading.layouts import saved_matrix
+from loading.names import formats_of, model_tensors, tensor_in, weight_bytes
+from loading.place import DTYPES, check_choice, check_groups, check_memory, pick_device
+from loading.sources import SAVED, SAVED_LAYOUT
+from loading.templates import find_template
 from model import Config, Weights
 from tokenizer import Tokenizer
 

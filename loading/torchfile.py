@@ -1,4 +1,4 @@
-"""The tensors in a file that torch.save wrote, for step 2 of loading (see checkpoint.py): a zip archive
+"""The tensors in a file that torch.save wrote, for step 2 of loading (see loading/checkpoint.py): a zip archive
 of a pickle, data.pkl, and of the values of each storage, data/KEY, which are not compressed.
 
 A pickle is a program, and these files come from anywhere. torch.load with weights_only lets it call
@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from extra.files import open_regular, stamp_of
-from extra.headers import FileTensor, without_gaps
+from loading.files import open_regular, stamp_of
+from loading.headers import FileTensor, without_gaps
 
 MOST_BYTES = 1 << 22  # of anything in a file but values; enough for 20,000 tensors
 STORAGES = {

@@ -10,7 +10,7 @@ import json
 import re
 from pathlib import Path
 
-from extra.files import one_line, read_text
+from loading.files import one_line, read_text
 
 TEMPLATES = {
     "llama2": """\

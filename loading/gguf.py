@@ -1,4 +1,4 @@
-"""Step 3 of loading a GGUF file (see checkpoint.py), the file format of llama.cpp: the header, and
+"""Step 3 of loading a GGUF file (see loading/checkpoint.py), the file format of llama.cpp: the header, and
 what it says about model and tokenizer, translated into the files of a Hugging Face folder.
 
 A file is a header (metadata and a table of tensors, in little-endian order), followed by the bytes
@@ -21,8 +21,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, NamedTuple
 
-from extra.families import FAMILIES
-from extra.files import FILE_BYTES, open_regular, stamp_of
+from loading.families import FAMILIES
+from loading.files import FILE_BYTES, open_regular, stamp_of
 
 # ---- types of tensors
 

@@ -1,4 +1,4 @@
-"""Step 2 of loading (see checkpoint.py): where tensors lie in files, as the headers of the files say,
+"""Step 2 of loading (see loading/checkpoint.py): where tensors lie in files, as the headers of the files say,
 and the header of a safetensors file. Those of other files are read in gguf.py and torchfile.py. A
 header is all that is read of a file until the loader asks for rows of a tensor."""
 
@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from extra.files import open_regular, stamp_of
+from loading.files import open_regular, stamp_of
 
 ALIGNED = 64  # bytes at a multiple of which each tensor begins that is read
 SHORT_RUN = 64  # bytes; neighbouring elements that are fewer are not read by themselves

@@ -1,4 +1,4 @@
-"""Reading tensors from files, in step 5 of loading (see checkpoint.py). Several are read together, by
+"""Reading tensors from files, in step 5 of loading (see loading/checkpoint.py). Several are read together, by
 threads, into one buffer, which a GPU copies at once; and while they are converted, the next ones
 are being read (in_order)."""
 
@@ -16,8 +16,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from extra.files import open_regular, stamp_of
-from extra.headers import ALIGNED, FileTensor
+from loading.files import open_regular, stamp_of
+from loading.headers import ALIGNED, FileTensor
 
 CPU = torch.device("cpu")
 READ_BYTES = 1 << 20  # that a thread reads at a time
