@@ -20,12 +20,12 @@ import torch
 
 from extra.logprobs import Logprob, Scorer
 from extra.parallel import Ranks
-from extra.speculation import Draft, Lookup
 from loading.checkpoint import Checkpoint, find_checkpoint, load, read_config
 from loading.place import DTYPES
 from model import State, Timings, generate
 from sampling import Sampling
 from settings import SETTINGS
+from speculation.proposals import Draft, Lookup
 from tokenizer import Prompt, TextStream, Tokenizer
 
 Message = dict[str, str]  # its "role" and its "content"

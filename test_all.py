@@ -76,7 +76,6 @@ from extra import chat as chat_module
 from extra import cli as cli_module
 from extra.openai import UNSUPPORTED, APIError, CompletionRequest, parse_request
 from extra.parallel import Ranks
-from extra.speculation import Lookup
 from formats import Matrix
 from fp8 import E4M3, E5M2
 from kernels import FORMATS, PRODUCTS
@@ -91,6 +90,7 @@ from loading.save import save
 from model import BANNED, LENGTHS, PROMPT_CHUNK, Config, Llama, State, Timings, captured, generate
 from sampling import Sampler, Sampling
 from session import Conversation, Session
+from speculation.proposals import Lookup
 from tokenizer import Prompt, TextStream, Tokenizer, encode_continuation
 from training import ops as training
 
@@ -384,7 +384,7 @@ def decode_in_graphs(monkeypatch, prompts: bool = False, ms=itertools.repeat(1.0
     monkeypatch.setattr(Llama, "uses_graphs", True)
     if not prompts:
         monkeypatch.setattr(Llama, "_padded_step", lambda self, T, state: self.step(T, state))
-    for module in ("model", "extra.speculation"):
+    for module in ("model", "speculation.proposals"):
         monkeypatch.setattr(f"{module}.captured", graph)
     for name, value in (("Event", event), ("synchronize", None), ("current_stream", None)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)

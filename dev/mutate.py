@@ -394,21 +394,24 @@ MUTANTS = [
         "chat_in_any",
     ),
     Mutant(
-        "extra/speculation.py",
+        "speculation/proposals.py",
         "own.pos = min(own.pos, self.first + agreeing(self.guesses, text))",
         "own.pos = own.pos",
         "draft_keeps",
     ),
     Mutant(
-        "extra/speculation.py", "read = position", "read = len(ids) - 1", "interrupted_speculation"
+        "speculation/proposals.py",
+        "read = position",
+        "read = len(ids) - 1",
+        "interrupted_speculation",
     ),
     Mutant(
-        "extra/speculation.py",
+        "speculation/proposals.py",
         "last + 1 + self.n < state.size",
         "last + 1 + self.n <= state.size",
         "interrupted_speculation",
     ),
-    Mutant("extra/speculation.py", "if proposed or waited:", "if proposed:", "costs_3_percent"),
+    Mutant("speculation/proposals.py", "if proposed or waited:", "if proposed:", "costs_3_percent"),
     Mutant(
         "extra/chat.py",
         '        show(self._release() + "\\n")\n        self._column = 0\n',

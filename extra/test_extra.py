@@ -145,7 +145,7 @@ from loading.names import formats_of, layer_tensors, model_tensors, tensor_in
 from extra.parallel import Ranks
 from loading.reading import read
 from loading.save import save
-from extra.speculation import Draft, Lookup, Pacer, Speculation
+from speculation.proposals import Draft, Lookup, Pacer, Speculation
 from loading.sources import tensors_of
 from loading.tensors import ALL
 from formats import Matrix
@@ -2671,8 +2671,8 @@ def test_capturing_is_no_part_of_a_pass(tiny, monkeypatch):
         now[0] += 9
         return SimpleNamespace(replay=partial(work, 1.0, run))
 
-    monkeypatch.setattr("extra.speculation.captured", captured_slowly)
-    monkeypatch.setattr("extra.speculation.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("speculation.proposals.captured", captured_slowly)
+    monkeypatch.setattr("speculation.proposals.time.perf_counter", lambda: now[0])
     lookup, state = Lookup(3), State(exact)
     record = lookup.pacer.record
     lookup.pacer.record = lambda *args: charged.append(args[2]) or record(*args)
