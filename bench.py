@@ -1,6 +1,6 @@
 """Tokens per second, each beside the hardware's limit, measured in the same run; and perplexity.
 
-The flags are in extra/bench_flags.py, models with random weights in loading/random_model.py."""
+The flags are in talk/bench_flags.py, models with random weights in loading/random_model.py."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 
-from extra.bench_flags import Test, parse_args
-from extra.cli import DEFAULT_MODEL, exit_code, import_torch, note, use_safe_streams
 from loading.files import text_of
+from talk.bench_flags import Test, parse_args
+from talk.cli import DEFAULT_MODEL, exit_code, import_torch, note, use_safe_streams
 
 if __name__ == "__main__":  # --help and errors in the command line do not wait for torch
     use_safe_streams()

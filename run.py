@@ -18,7 +18,8 @@ from contextlib import suppress
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from extra.cli import (
+from settings import RANDOM, SETTINGS
+from talk.cli import (
     Parser,
     add_model_flags,
     add_proposal_flags,
@@ -37,14 +38,13 @@ from extra.cli import (
     use_safe_streams,
     within,
 )
-from settings import RANDOM, SETTINGS
 
 # What imports torch, which takes seconds, is imported where it is used, once the command line is
 # parsed
 if TYPE_CHECKING:
-    from extra.chat import Output
     from extra.parallel import Ranks
     from session import Session
+    from talk.chat import Output
 
 # ---- the command line
 
@@ -175,8 +175,8 @@ def unescaped(text: str) -> str:
 
 
 def work(args: argparse.Namespace, ranks: Ranks) -> int:
-    from extra.chat import Output
     from loading.place import pick_device
+    from talk.chat import Output
 
     if args.mode == "save":
         if ranks.rank == 0:  # one process does it
@@ -239,8 +239,8 @@ def converse(
     single: bool,
 ) -> int:
     """Answer one message, which may be the prompt, or hold a conversation. Returns the exit code."""
-    from extra.chat import Chat
     from session import Conversation
+    from talk.chat import Chat
 
     chat = Chat(Conversation(session, args.system), output, **text_options(args))
     template = "this model has no chat template; sending plain text"

@@ -2,7 +2,7 @@
 
 One process has the model, and answers one request at a time. Another talks with clients, by way of
 starlette and uvicorn, so that the model never waits for Python's GIL. What requests and answers
-look like is in extra/openai.py."""
+look like is in talk/openai.py."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from extra import cli
-from extra.cli import open_session
-from extra.openai import ENDPOINTS, APIError, ModelRequest, error_body, event, parse_request
 from loading.hub import local_checkpoint
+from talk import cli
+from talk.cli import open_session
+from talk.openai import ENDPOINTS, APIError, ModelRequest, error_body, event, parse_request
 
 if TYPE_CHECKING:  # they import torch, which takes seconds
     from extra.parallel import Ranks

@@ -71,10 +71,7 @@ from bits import others as quants
 from bits.int4 import INT4
 from cards import cpu, hopper
 from cards import sizes as launch_sizes
-from extra import bench_flags, parallel
-from extra import chat as chat_module
-from extra import cli as cli_module
-from extra.openai import UNSUPPORTED, APIError, CompletionRequest, parse_request
+from extra import parallel
 from extra.parallel import Ranks
 from formats import Matrix
 from fp8 import E4M3, E5M2
@@ -91,6 +88,10 @@ from model import BANNED, LENGTHS, PROMPT_CHUNK, Config, Llama, State, Timings, 
 from sampling import Sampler, Sampling
 from session import Conversation, Session
 from speculation.proposals import Lookup
+from talk import bench_flags
+from talk import chat as chat_module
+from talk import cli as cli_module
+from talk.openai import UNSUPPORTED, APIError, CompletionRequest, parse_request
 from tokenizer import Prompt, TextStream, Tokenizer, encode_continuation
 from training import ops as training
 
@@ -2154,8 +2155,8 @@ def test_prompt_asked_again(tiny_model, monkeypatch):
 def test_progress_of_a_long_prompt(cli, tiny, monkeypatch):
     shown, original, ends = io.StringIO(), tqdm, []
     at_once = dict(delay=0, disable=False, mininterval=0, file=shown)
-    monkeypatch.setattr("extra.chat.tqdm", lambda **options: original(**options | at_once))
-    monkeypatch.setattr("extra.chat.show", lambda text: ends.append(shown.getvalue()[-1]))
+    monkeypatch.setattr("talk.chat.tqdm", lambda **options: original(**options | at_once))
+    monkeypatch.setattr("talk.chat.show", lambda text: ends.append(shown.getvalue()[-1]))
     monkeypatch.setitem(PROMPT_CHUNK, "cpu", 16)
     assert cli("-m", tiny, "-p", "fox " * 40, "-n", 1, "-c", 300)[0] == 0
     length = len(Tokenizer(tiny).encode("fox " * 40))
@@ -2382,7 +2383,7 @@ def test_closed_stdout_ends_quietly(tiny, flags):
 
 
 def test_lost_streams(tiny, tmp_path):
-    say = "import extra.cli as c; c.use_safe_streams(); c.note('a note'); print('text'); print(c.sys.stderr.isatty())"
+    say = "import talk.cli as c; c.use_safe_streams(); c.note('a note'); print('text'); print(c.sys.stderr.isatty())"
     for lost in ("2>&-", "2>/dev/full", "2> >(exit)", "<&- 2>&-"):
         done = in_shell(f'"$PYTHON" -c "{say}" {lost}', cwd=HERE)
         assert (done.returncode, done.stdout, done.stderr) == (0, "text\nFalse\n", ""), lost

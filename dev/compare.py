@@ -20,10 +20,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import bench
-from extra import bench_flags
-from extra.cli import Parser, note, use_safe_streams
 from loading.place import DTYPES, pick_device
 from loading.random_model import random_config
+from talk import bench_flags
+from talk.cli import Parser, note, use_safe_streams
 
 
 @dataclasses.dataclass

@@ -21,11 +21,11 @@ sys.path.insert(0, str(ROOT))
 import bench
 from cards.cpu import cpu_product_dtype
 from dev.passes import device_time
-from extra import bench_flags
-from extra.cli import Parser, note, use_safe_streams
 from formats import Matrix
 from model import Llama, State
 from sampling import Sampler
+from talk import bench_flags
+from talk.cli import Parser, note, use_safe_streams
 
 LEGEND = """\
 bound by: what takes longer at its ceiling, moving the op's bytes or its arithmetic

@@ -413,31 +413,31 @@ MUTANTS = [
     ),
     Mutant("speculation/proposals.py", "if proposed or waited:", "if proposed:", "costs_3_percent"),
     Mutant(
-        "extra/chat.py",
+        "talk/chat.py",
         '        show(self._release() + "\\n")\n        self._column = 0\n',
         '        show(self._release() + "\\n")\n',
         "printer",
     ),
     Mutant(
-        "extra/chat.py",
+        "talk/chat.py",
         "        tokens_per_s = timings.steps / timings.step_seconds",
         "        tokens_per_s = timings.new_tokens / timings.step_seconds",
         "said_of_a_run",
     ),
     Mutant(
-        "extra/chat.py",
+        "talk/chat.py",
         '        if generation.ended_by == "interrupt" and not self.survives_ctrl_c:\n',
         "        if False:\n",
         "ctrl_c_exits",
     ),
     Mutant(
-        "extra/chat.py",
+        "talk/chat.py",
         "        self.conversation.clear()\n",
         "        pass\n",
         "chat_in_any",
     ),
     Mutant(
-        "extra/chat.py",
+        "talk/chat.py",
         "self.conversation.go_on_from(json.loads(text))",
         "json.loads(text)",
         "chat_in_any",
@@ -479,13 +479,13 @@ MUTANTS = [
     ),
     Mutant("serve.py", 'if name != self.about["id"]:', "if False:", "serve_paths"),
     Mutant(
-        "extra/openai.py",
+        "talk/openai.py",
         "if name not in fields or name in cls.names():",
         "if name not in fields:",
         "refuses_no_field",
     ),
     Mutant(
-        "extra/cli.py", "if not low <= value <= high:", "if not low <= value < high:", "flags_at"
+        "talk/cli.py", "if not low <= value <= high:", "if not low <= value < high:", "flags_at"
     ),
 ]
 

@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import bench
-from extra import bench_flags
-from extra.cli import Parser, note, use_safe_streams, within
 from model import Llama, State, captured
+from talk import bench_flags
+from talk.cli import Parser, note, use_safe_streams, within
 
 
 def device_time(run: Callable[[], object], model: Llama, repetitions: int = 10) -> float:

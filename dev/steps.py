@@ -20,9 +20,9 @@ sys.path.insert(0, str(ROOT))
 
 import bench
 from dev.kernels import LAYER_PRODUCTS, arithmetic_dtype, cost, open_model
-from extra import bench_flags
-from extra.cli import Parser, note, use_safe_streams
 from model import Llama, State
+from talk import bench_flags
+from talk.cli import Parser, note, use_safe_streams
 
 LEGEND = """\
 % of time: of the whole, gaps included

@@ -21,11 +21,11 @@ sys.path.insert(0, str(ROOT))
 import bench
 from cards.sizes import nearest, save_tables, tables
 from dev.passes import pass_seconds
-from extra import bench_flags
-from extra.cli import Parser, use_safe_streams
 from formats import Matrix
 from launch import capability, triton
 from model import Llama, State
+from talk import bench_flags
+from talk.cli import Parser, use_safe_streams
 
 DEPTH = 64  # tokens already in the cache
 

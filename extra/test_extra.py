@@ -121,7 +121,7 @@ import products
 import run
 from loading.checkpoint import Loader, load, read_config
 from dev.checkpoints import sentencepiece_metadata, write_gguf
-from extra import cli as cli_module
+from talk import cli as cli_module
 from extra import parallel
 from loading import place as hardware
 from loading import reading
@@ -134,8 +134,8 @@ import experts
 import launch
 from loading import gguf as ggml
 from cards import sizes as launch_sizes
-from extra.chat import Chat, Output, Printer
-from extra.chat import columns as columns_of
+from talk.chat import Chat, Output, Printer
+from talk.chat import columns as columns_of
 from loading.templates import TEMPLATES, find_template
 from loading.place import check_groups, check_memory
 from loading.hub import local_checkpoint, pick_gguf
@@ -3228,7 +3228,7 @@ def test_template_errors(cli, tiny, tmp_path, text, expected):
     assert_refused(cli("-m", tiny, "--chat", *flags), expected)
 
 
-# ---- extra/chat.py: conversations
+# ---- talk/chat.py: conversations
 
 
 def chat(cli, folder, *lines: str, flags=()):
@@ -3454,7 +3454,7 @@ def test_chat_evaluates_only_what_is_new(cli, tiny, template):
     assert f"template: {template} (given)" in one
 
 
-# ---- extra/chat.py: a person at a terminal
+# ---- talk/chat.py: a person at a terminal
 
 
 def test_printer_does_not_cut_words(capsys, monkeypatch):

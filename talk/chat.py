@@ -14,17 +14,9 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from extra.cli import (
-    HARMLESS,
-    ending_cleanly,
-    error_line,
-    note,
-    read_input,
-    screen_width,
-    show,
-)
 from session import Conversation, Generation, Session, replace_settings
 from settings import SETTINGS
+from talk.cli import HARMLESS, ending_cleanly, error_line, note, read_input, screen_width, show
 
 try:
     import readline

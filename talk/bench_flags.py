@@ -1,4 +1,4 @@
-"""The flags of bench.py, which the scripts in dev/ share. As in extra/cli.py, nothing here imports
+"""The flags of bench.py, which the scripts in dev/ share. As in talk/cli.py, nothing here imports
 torch."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Callable
 from typing import NamedTuple
 
-from extra.cli import DEFAULT_MODEL, DTYPE_NAMES, FORMAT_NAMES, Parser, add_device_flags, within
+from talk.cli import DEFAULT_MODEL, DTYPE_NAMES, FORMAT_NAMES, Parser, add_device_flags, within
 
 
 class Test(NamedTuple):
