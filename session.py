@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import torch
 
-from extra.logprobs import Logprob, Scorer
 from extra.parallel import Ranks
 from loading.checkpoint import Checkpoint, find_checkpoint, load, read_config
 from loading.place import DTYPES
+from logprobs import Logprob, Scorer
 from model import State, Timings, generate
 from sampling import Sampling
 from settings import SETTINGS

@@ -358,13 +358,13 @@ MUTANTS = [
     Mutant("session.py", "min(size // 4, 256)", "min(size // 2, 256)", "fits_into"),
     Mutant("session.py", "excess + 1 :]", "excess:]", "fits_into"),
     Mutant(
-        "extra/logprobs.py",
+        "logprobs.py",
         "self._last = Logprob(token, float(logprobs[token])",
         "self._last = Logprob(token, float(logprobs.exp()[token])",
         "texts_in_any",
     ),
     Mutant(
-        "extra/logprobs.py",
+        "logprobs.py",
         "zip(prompt[first + 1 :], logprobs, best)",
         "zip(prompt[1:], logprobs, best)",
         "scores_of_a_prompt",

@@ -3140,7 +3140,7 @@ if __name__ == "__main__":  # started by the tests of several ranks: "forks" or 
 
 def test_scores_of_a_prompt(tiny_session, tiny_model, monkeypatch):
     """Of which three tokens are evaluated at a time."""
-    monkeypatch.setattr("extra.logprobs.AT_ONCE", 3 * tiny_model.config.vocab_size)
+    monkeypatch.setattr("logprobs.AT_ONCE", 3 * tiny_model.config.vocab_size)
     ids = tiny_session.tokenizer.encode("Once upon a time there was a fox")
     generation = tiny_session.generate(ids, n=0, logprobs=2, echo=True).finish()
     first, *scores = generation.logprobs

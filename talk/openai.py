@@ -29,7 +29,7 @@ from loading.files import one_line
 from settings import FILTERS, RANDOM, SETTINGS, Setting
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
-    from extra.logprobs import Logprob
+    from logprobs import Logprob
     from session import Generation, Session
 
 # ---- errors
