@@ -8,7 +8,7 @@ GPUS ?= 1
 PYTHON ?= python3
 VENV = .venv/bin
 # with several GPUs, each has its own process and a part of the model
-RUN = $(if $(filter 1,$(GPUS)),$(VENV)/python,OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/python extra/torchrun.py --nproc-per-node $(GPUS))
+RUN = $(if $(filter 1,$(GPUS)),$(VENV)/python,OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/python ranks/torchrun.py --nproc-per-node $(GPUS))
 # the shell outlives Ctrl-C, and 130 is what the program then returns: make has no error to report
 CTRL_C = trap : INT;
 INTERRUPTED = || [ $$? -eq 130 ]

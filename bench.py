@@ -36,7 +36,6 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from cards.cpu import cpu_product_dtype
-from extra.parallel import Ranks
 from formats import Matrix
 from launch import jit, tl
 from loading.checkpoint import load
@@ -44,6 +43,7 @@ from loading.place import DTYPES
 from loading.random_model import random_model
 from model import Llama, State, Timings, generate
 from products import tensor_core_format
+from ranks.processes import Ranks
 from settings import Sampling
 from tokenizer import TextStream, Tokenizer
 
@@ -352,7 +352,9 @@ def throughput(args: argparse.Namespace, dtype: str, format: str) -> Iterator[Ro
     model = open_model(args, dtype, max(test.depth + test.n for test in args.tests) + 1, format)
     loaded = time.perf_counter() - start
     state, device = State(model), model.device
-    note(f"loaded in {loaded:.2f} s on {device}{args.ranks.described(model.exchange, device)}")
+    note(
+        f"loaded in {loaded:.2f} s on {device}{args.ranks.described(bool(model.exchange), device)}"
+    )
     if device.type == "cpu":
         seconds = (args.repetitions + 1) * sum(test.n / bound(model, test) for test in args.tests)
         if seconds > 5:

@@ -11,7 +11,7 @@ Read in this order:
                    the table of all ops, which is worth a look first
 
 launch.py says how a kernel is launched, and what it may do before the one before it has
-ended. In extra/ is also what only some models, cards or machines need: stream.py and quants.py (codes in
+ended. In extra/ is also what only some models, cards or machines need: stream.py and others.py (codes in
 groups), experts.py, hopper.py, cpu.py, parallel.py.
 
 Shape letters, here and everywhere:
@@ -447,7 +447,7 @@ def rmsnorm_linear(
 
 # ---- the table of ops: the reference of each, and the fused one. model.py calls all of them but
 #      rmsnorm, which is here for the tests and for dev/kernels.py, and linear_store, a prompt's
-#      product for extra/parallel.py
+#      product for ranks/exchange.py
 
 OPS = {
     "embedding": (embedding_ref, embedding),

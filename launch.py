@@ -14,7 +14,7 @@ offsets, load its first tile of weights. The rules that keep this correct:
   start. If the kernel before lets it start at once, as most do, it may read only what no kernel
   launched this way writes in the same step: weights, tables, sampling settings, `pos`, the keys and
   values of earlier steps. If the kernel before waits first, in every program, it may also read what
-  all kernels before that one wrote. extra/parallel.py explains its exceptions;
+  all kernels before that one wrote. ranks/exchange.py explains its exceptions;
 - so where one token goes through experts, whose rows of W the router picks: the router writes their
   ids. The product with w13 can load nothing without them. It waits for the router and only then
   lets the next kernel start, which is the product with w2. That one reads the ids, and loads its

@@ -19,10 +19,11 @@ from torch import Tensor
 import experts
 import kernels
 from cards.cpu import storage_dtype
-from extra.parallel import Exchange, Ranks, make_exchange
 from formats import Format, Matrix
 from launch import Scratch, compile_kernels
 from products import copy_bytes, fit_norm
+from ranks.exchange import Exchange, cut_ops, make_exchange
+from ranks.processes import Ranks
 from sampling import Sampler, Sampling
 
 CACHES = 32 << 20  # bytes of weights that the caches of a CPU hold
@@ -88,7 +89,7 @@ class Config:
         return self.n_kv_heads * self.head_dim
 
     def cut(self, ranks: int) -> Config:
-        """The config of one of several ranks (extra/parallel.py). Raises ValueError if the model
+        """The config of one of several ranks (ranks/processes.py). Raises ValueError if the model
         cannot be divided among that many."""
         if ranks == 1:
             return self
@@ -212,7 +213,7 @@ class Llama:
             where = (self.backend, self.device, self.dtype)
             self.exchange = make_exchange(self.ranks, exchanged, self.config.dim, *where)
             fp16_sums = self.accumulate == "fp16"
-            self.ops = self.ranks.cut_ops(self.ops, self.exchange, fp16_sums)
+            self.ops = cut_ops(self.ranks, self.ops, self.exchange, fp16_sums)
         if self.backend == "triton":
             for layer in w.layers:
                 fit_norm(layer.attention_norm, layer.wqkv)

@@ -42,7 +42,7 @@ from talk.cli import (
 # What imports torch, which takes seconds, is imported where it is used, once the command line is
 # parsed
 if TYPE_CHECKING:
-    from extra.parallel import Ranks
+    from ranks.processes import Ranks
     from session import Session
     from talk.chat import Output
 
@@ -295,7 +295,7 @@ def summary(args: argparse.Namespace, session: Session) -> str:
         context += f" (beyond the model's {c.max_seq_len}: expect nonsense there)"
     if session.sampling.temp:
         context += f", seed {args.seed}"
-    where = f"{model.device}{session.ranks.described(model.exchange, model.device)}"
+    where = f"{model.device}{session.ranks.described(bool(model.exchange), model.device)}"
     parameters = f"{checkpoint.elements / 1e6:.1f}M parameters"
     lines = [
         f"model     {checkpoint.folder}: {parameters}, {c.n_layers} layers, dim {c.dim}, {heads}",

@@ -44,7 +44,7 @@ from talk.cli import open_session
 from talk.openai import ENDPOINTS, APIError, ModelRequest, error_body, event, parse_request
 
 if TYPE_CHECKING:  # they import torch, which takes seconds
-    from extra.parallel import Ranks
+    from ranks.processes import Ranks
     from session import Session
 
 BODY_BYTES = 8 << 20

@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 import torch
 
-from extra.parallel import Ranks
 from loading.checkpoint import Checkpoint, find_checkpoint, load, read_config
 from loading.place import DTYPES
 from logprobs import Logprob, Scorer
 from model import State, Timings, generate
+from ranks.processes import Ranks
 from sampling import Sampling
 from settings import SETTINGS
 from speculation.proposals import Draft, Lookup

@@ -66,25 +66,23 @@ import products
 import run
 import sampling
 import serve
-from bits import groups, int4
-from bits import others as quants
+from bits import groups, int4, others
 from bits.int4 import INT4
 from cards import cpu, hopper
 from cards import sizes as launch_sizes
-from extra import parallel
-from extra.parallel import Ranks
 from formats import Matrix
 from fp8 import E4M3, E5M2
 from kernels import FORMATS, PRODUCTS
 from launch import tl
 from loading import checkpoint, random_model
 from loading import config as config_module
-from loading import place as hardware
 from loading.checkpoint import load, read_config
 from loading.names import formats_of, weight_bytes
-from loading.place import pick_dtype
+from loading.place import DTYPES, pick_dtype
 from loading.save import save
 from model import BANNED, LENGTHS, PROMPT_CHUNK, Config, Llama, State, Timings, captured, generate
+from ranks import exchange as exchange_module
+from ranks.processes import Ranks
 from sampling import Sampler, Sampling
 from session import Conversation, Session
 from speculation.proposals import Lookup
@@ -441,7 +439,7 @@ def as_if_on(arch: int) -> None:
         int4,
         experts,
     )
-    for module in (*ours, training, parallel):
+    for module in (*ours, training, exchange_module):
         module.capability, module.processors = lambda device: arch, lambda device: 16
     one_tile = launch_sizes.FewSizes(16, 8, 4, 8, 1)  # which compiles fast
     products.few_sizes = lambda *key: one_tile if launch_sizes.few_sizes(*key) else None
@@ -491,10 +489,10 @@ def launch_exchange(dtype: torch.dtype, format) -> None:
     """What several ranks do with their parts of a product."""
     new = partial(torch.zeros, dtype=dtype)
     w, output = blank(512, 1024, format, dtype), blank(600, 512, format, dtype)
-    entries = parallel.Shared(torch.zeros(3, 2, 16 * 512, dtype=torch.int64), [0, 0])
-    terms = parallel.Shared(new(2, 8 * 512), [0, 0])
-    flags = parallel.Shared(torch.zeros(8, 2, dtype=torch.int32), [0, 0])
-    exchange = parallel.Exchange([w, output], 0, entries, terms, flags)
+    entries = exchange_module.Shared(torch.zeros(3, 2, 16 * 512, dtype=torch.int64), [0, 0])
+    terms = exchange_module.Shared(new(2, 8 * 512), [0, 0])
+    flags = exchange_module.Shared(torch.zeros(8, 2, dtype=torch.int32), [0, 0])
+    exchange = exchange_module.Exchange([w, output], 0, entries, terms, flags)
     for x in (new(1, 1024), new(3, 1024)):
         if exchange.sends(x, w, None):
             exchange.linear_add(x, w, new(len(x), 512))
@@ -529,7 +527,7 @@ def launch_products(dtype: torch.dtype) -> None:
 def launch_8_bit_floats() -> None:
     """What else depends on how their matrices are decoded and multiplied."""
     dtype = torch.float16
-    for T, format in itertools.product((1, 3, 60), (E4M3, E5M2, quants.E4M3_128)):
+    for T, format in itertools.product((1, 3, 60), (E4M3, E5M2, others.E4M3_128)):
         launch_linear_add(dtype, T, format)
     launch_linear_add(dtype, 13, E4M3)
     launch_ops(["rmsnorm_qkv_rope", "rmsnorm_linear"], dtype, 1, format=E4M3)
@@ -615,7 +613,7 @@ def compile_kernels(arch: int) -> None:
         launch_training(torch.bfloat16, every_shape=True)
     if arch in (80, 90):
         launch_attention(torch.bfloat16)
-    modules = (kernels, products, attention, experts, sampling, parallel, training)
+    modules = (kernels, products, attention, experts, sampling, exchange_module, training)
     modules += (hopper,) if arch == 90 else ()
     every = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     assert compiled == every, "one of the functions launch_... has to launch these as well"
@@ -1665,7 +1663,7 @@ class OwnFormat(formats.Format):
 
 
 OWN = OwnFormat("own", 8, _own_load, _own_values, group=32)
-FILE_FORMATS = (*quants.EXACT, *quants.WITH_ZEROS.values(), quants.E4M3_128)
+FILE_FORMATS = (*others.EXACT, *others.WITH_ZEROS.values(), others.E4M3_128)
 
 
 @pytest.fixture(scope="session")
@@ -1843,8 +1841,8 @@ def test_ops_on_an_8_bit_cache(dtype, heads, T):
     floats = attention.cached_ref
     for mine, theirs, nearest, before in zip(ours, exact, unrounded, caches):
         assert torch.equal(theirs, E4M3.round(nearest))
-        for others in (slice(40), slice(40 + T, None)):
-            assert torch.equal(mine[:, others], before[:, others]), "other positions changed"
+        for elsewhere in (slice(40), slice(40 + T, None)):
+            assert torch.equal(mine[:, elsewhere], before[:, elsewhere]), "other positions changed"
         off, size = (floats(mine) - floats(theirs)).abs(), floats(theirs).abs()
         # before rope, where terms may cancel
         rounded = 2 * torch.finfo(dtype).eps * size[:, 40 : 40 + T].max()
@@ -2328,7 +2326,7 @@ def test_help_comes_at_once(script):
         assert shown.returncode == code and "argparse" in imported, shown.stderr
         assert len(imported) < 250 and not imported & slow, "import these where they are used"
         assert code or "\nmodel:\n" in shown.stdout and "\noutput:\n" in shown.stdout
-    assert tuple(hardware.DTYPES) == cli_module.DTYPE_NAMES
+    assert tuple(DTYPES) == cli_module.DTYPE_NAMES
     assert tuple(kernels.FORMATS) == cli_module.FORMAT_NAMES
 
 

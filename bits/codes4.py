@@ -1,4 +1,4 @@
-"""Codes of 4 bits: what INT4 (int4.py) shares with the formats of other programs (quants.py).
+"""Codes of 4 bits: what INT4 (int4.py) shares with the formats of other programs (others.py).
 
 Eight codes share an int32, a word. Word i of the four that hold 32 columns has, for j from 0 to 3,
 column 8 j + 2 i at bit 4 j and column 8 j + 2 i + 1 at bit 16 + 4 j. So one AND extracts two

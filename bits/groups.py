@@ -1,4 +1,4 @@
-"""Codes in groups of columns: what INT4 (int4.py) and the formats of other programs (quants.py) have
+"""Codes in groups of columns: what INT4 (int4.py) and the formats of other programs (others.py) have
 in common, whatever the bits of a code.
 
     code         a small integer that stands for a weight

@@ -122,14 +122,14 @@ import run
 from loading.checkpoint import Loader, load, read_config
 from dev.checkpoints import sentencepiece_metadata, write_gguf
 from talk import cli as cli_module
-from extra import parallel
-from loading import place as hardware
+from ranks import exchange as exchange_module
+from loading import place
 from loading import reading
-from loading import quantised as schemes
+from loading import quantised
 from loading import sources
 from cards import cpu
 from bits import int4
-from bits import others as quants
+from bits import others
 import experts
 import launch
 from loading import gguf as ggml
@@ -142,7 +142,7 @@ from loading.hub import local_checkpoint, pick_gguf
 from bits.int4 import INT4
 from loading.layouts import formats_as_stored
 from loading.names import formats_of, layer_tensors, model_tensors, tensor_in
-from extra.parallel import Ranks
+from ranks.processes import Ranks, share
 from loading.reading import read
 from loading.save import save
 from speculation.proposals import Draft, Lookup, Pacer, Speculation
@@ -405,19 +405,21 @@ def test_norm_that_a_format_moves_and_the_router(monkeypatch):
         assert torch.allclose(after.weights, before.weights[:rows], rtol=1e-3)
 
 
-def exchanges_of(ranks: list[list[Matrix]]) -> list[parallel.Exchange]:
+def exchanges_of(ranks: list[list[Matrix]]) -> list[exchange_module.Exchange]:
     """Of ranks in one process, each with its own memory for its matrices."""
     size = len(ranks)
 
-    def shared(*shape: int, dtype: torch.dtype) -> list[parallel.Shared]:
+    def shared(*shape: int, dtype: torch.dtype) -> list[exchange_module.Shared]:
         memory = [torch.zeros(shape, dtype=dtype, device=DEVICE) for _ in ranks]
-        return [parallel.Shared(own, [t.data_ptr() for t in memory]) for own in memory]
+        return [exchange_module.Shared(own, [t.data_ptr() for t in memory]) for own in memory]
 
     entries = shared(3, size, 16 * 72, dtype=torch.int64)
     terms = shared(2, 20_000, dtype=torch.float16)
     flags = shared(2, size, dtype=torch.int32)
     of_ranks = enumerate(zip(ranks, entries, terms, flags))
-    return [parallel.Exchange(matrices, rank, *memory) for rank, (matrices, *memory) in of_ranks]
+    return [
+        exchange_module.Exchange(matrices, rank, *memory) for rank, (matrices, *memory) in of_ranks
+    ]
 
 
 def test_exchange_of_experts():
@@ -643,7 +645,7 @@ def test_tensors_are_read_piece_by_piece(copy, monkeypatch, family, layout):
     opened = SimpleNamespace(checkpoint=checkpoint.Checkpoint(copy))
     opened.config = opened.checkpoint.config
     whole = loaded(opened, form)
-    monkeypatch.setattr(schemes, "AT_ONCE", 900)
+    monkeypatch.setattr(quantised, "AT_ONCE", 900)
     monkeypatch.setattr(reading, "TOGETHER", 9000)
     pieces = loaded(opened, form)
     for t in model_tensors(opened.config):
@@ -1344,7 +1346,7 @@ def test_what_is_saved_is_encoded_from_the_original(tiny, cli, tmp_path, dtype):
     assert code == 0 and torch.equal(tensors["layers.1.w2"], codes)
     assert torch.equal(tensors["layers.1.w2.scale"], scale.flatten())
     types = {tensors[f"{name}.weight"].dtype for name in ("norm", "tok_embeddings")}
-    assert types == {hardware.DTYPES.get(dtype, torch.float32)}
+    assert types == {place.DTYPES.get(dtype, torch.float32)}
 
 
 def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_signals):
@@ -1399,7 +1401,7 @@ def test_save_to_a_folder_that_exists(tiny, cli, tmp_path):
     assert len(modes) == 1
 
 
-# ---- hardware.py
+# ---- place.py
 
 
 LLAMA_7B = read_config_like(
@@ -1441,7 +1443,7 @@ def test_memory_of_7b(monkeypatch, dtype, device, options, weights, cache, room)
     """In GB, worked out by hand: if these change, so must what users are told that they need."""
     options = dict(ctx_size=4096, shape={}, ranks=Ranks()) | options
     config, ranks = replace(LLAMA_7B, **options.pop("shape")), options["ranks"]
-    asked = config.cut(ranks.size), hardware.DTYPES[dtype], torch.device(device)
+    asked = config.cut(ranks.size), place.DTYPES[dtype], torch.device(device)
     options["formats"] = formats_of(asked[0], options.pop("format", None))
     monkeypatch.setattr("loading.place.free_memory", lambda device: 1e6)
     with pytest.raises(MemoryError) as error:
@@ -1471,32 +1473,32 @@ def test_memory_of_a_container(monkeypatch, tmp_path, version):
     machine has."""
     limit, used = {1: ("limit_in_bytes", "usage_in_bytes"), 2: ("max", "current")}[version]
     names = (tmp_path, f"memory.{limit}", f"memory.{used}")
-    monkeypatch.setattr(hardware, "CGROUPS", (("/nowhere", "a", "b"), tuple(map(str, names))))
+    monkeypatch.setattr(place, "CGROUPS", (("/nowhere", "a", "b"), tuple(map(str, names))))
     (tmp_path / names[1]).write_text("5000000\n")
     (tmp_path / names[2]).write_text("4000000\n")
     stat = "anon 9\ninactive_file 200000\nactive_file 100000\ntotal_active_file 7\n"
     (tmp_path / "memory.stat").write_text(stat)
     cpu = torch.device("cpu")
-    assert hardware.free_memory(cpu) == 1_300_000
+    assert place.free_memory(cpu) == 1_300_000
     (tmp_path / names[1]).write_text("max\n" if version == 2 else f"{(1 << 63) - 4096}\n")
-    assert 1e8 < hardware.free_memory(cpu) < 1e15
+    assert 1e8 < place.free_memory(cpu) < 1e15
 
 
 def test_where_the_kernels_run(monkeypatch):
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "This card")
     monkeypatch.setattr(launch, "capability", lambda device: 80)
-    assert hardware.pick_backend("auto", gpu) == "triton"
+    assert place.pick_backend("auto", gpu) == "triton"
     monkeypatch.setattr(launch, "capability", lambda device: 79)
     with pytest.raises(ValueError, match="This card is older than compute capability 8.0"):
-        hardware.pick_backend("auto", gpu)
-    assert hardware.pick_backend("torch", gpu) == hardware.pick_backend("auto", cpu) == "torch"
+        place.pick_backend("auto", gpu)
+    assert place.pick_backend("torch", gpu) == place.pick_backend("auto", cpu) == "torch"
     monkeypatch.setattr(launch, "INTERPRETED", False)
     with pytest.raises(ValueError, match="set TRITON_INTERPRET=1"):
-        hardware.pick_backend("triton", cpu)
+        place.pick_backend("triton", cpu)
 
 
-# ---- gguf.py and quants.py: files by llama.cpp's package gguf, whose decoding is the reference
+# ---- gguf.py and others.py: files by llama.cpp's package gguf, whose decoding is the reference
 
 
 QUANTS = {number: kind for number, kind in ggml.TYPES.items() if kind.block > 1}
@@ -1611,7 +1613,7 @@ def test_gguf_types_are_decoded(number):
     """Every bit. Scales that are not finite are refused."""
     kind, raw = QUANTS[number], random_blocks(number, 5, 768, std=1.0)
     assert kind.name == gguf.GGMLQuantizationType(number).name
-    assert torch.equal(schemes.from_blocks(kind, raw).decoded(), dequantised(number, raw))
+    assert torch.equal(quantised.from_blocks(kind, raw).decoded(), dequantised(number, raw))
     if kind.name.endswith("K"):
         raw[1, 4:16] = raw[1, 192:208] = 255  # scales of groups
     start = 208 if kind.name == "Q6_K" else 0
@@ -1619,7 +1621,7 @@ def test_gguf_types_are_decoded(number):
         spoiled, at = raw.clone(), start + 2 * half
         spoiled[1, at : at + 2] = torch.tensor([bad]).half().view(torch.uint8)
         with pytest.raises(ValueError, match="a scale that is NaN or infinite"):
-            schemes.checked(schemes.from_blocks(kind, spoiled))
+            quantised.checked(quantised.from_blocks(kind, spoiled))
 
 
 def test_other_gguf_types_are_named():
@@ -1629,13 +1631,13 @@ def test_other_gguf_types_are_named():
 
 def stored_in(format, N: int, K: int):
     """Blocks of each kind that a format keeps exactly, and what they stand for."""
-    if format in quants.EXACT:
-        for number in (n for n, kind in QUANTS.items() if kind.name in quants.EXACT[format]):
+    if format in others.EXACT:
+        for number in (n for n, kind in QUANTS.items() if kind.name in others.EXACT[format]):
             raw = random_blocks(number, N, K)
             exact = dequantised(number, raw).to(DEVICE)
-            yield schemes.from_blocks(QUANTS[number], raw.to(DEVICE)), exact
+            yield quantised.from_blocks(QUANTS[number], raw.to(DEVICE)), exact
         return
-    if format is quants.E4M3_128:
+    if format is others.E4M3_128:
         codes, zero = E4M3.round(torch.randn(N, K) * 100), None
         scale = torch.rand(N, K // 128) + 0.1
         values = (E4M3.floats(codes).unflatten(1, (-1, 128)) * scale[..., None]).flatten(1)
@@ -1643,7 +1645,7 @@ def stored_in(format, N: int, K: int):
         codes, scale, zero, values = codes_of(N, K, format.group)
     found = (codes.to(torch.int8), scale.float(), zero)
     codes, scale, zero = (None if t is None else t.to(DEVICE) for t in found)
-    yield quants.Quantised(codes, scale, zero=zero), values.to(DEVICE)
+    yield others.Quantised(codes, scale, zero=zero), values.to(DEVICE)
 
 
 @pytest.mark.parametrize("format", FILE_FORMATS, ids=lambda format: format.name)
@@ -1681,7 +1683,7 @@ def test_format_of_joined_matrices(kinds, columns, most_bits, name):
     """None: they are decoded, as those of more bits are on a CPU, and those cut in the middle of a
     block."""
     types = {kind.name: kind for kind in QUANTS.values()}
-    found = schemes.format_for({types.get(kind) for kind in kinds.split()}, columns, most_bits)
+    found = quantised.format_for({types.get(kind) for kind in kinds.split()}, columns, most_bits)
     assert (found and found.name) == name
 
 
@@ -1733,7 +1735,7 @@ def give_blocks(theirs, tensors: dict) -> None:
 ])  # fmt: skip
 def test_gguf_models_equal_transformers(tmp_path, cli, family, monkeypatch):
     """Of all types, mixed also among wq, wk and wv; whole and by ranks, a few rows at a time."""
-    monkeypatch.setattr(schemes, "AT_ONCE", 50 * 256)
+    monkeypatch.setattr(quantised, "AT_ONCE", 50 * 256)
     theirs = hugging_face_model(259, **FAMILIES[family] | WIDE | OF_BYTES)
     kinds = random.sample([number for number in QUANTS if number != 12], len(QUANTS) - 1)
     # Q4_K, of the second layer's wo: of each of its blocks of 256, a rank would have a half
@@ -1758,11 +1760,11 @@ def test_gguf_models_equal_transformers(tmp_path, cli, family, monkeypatch):
     if has_experts:
         name = "blk.1.ffn_down_exps.weight"
         count, (number, raw) = ours.config.n_experts, tensors[name]
-        monkeypatch.setattr(schemes, "AT_ONCE", 3 * 256 * 512)
+        monkeypatch.setattr(quantised, "AT_ONCE", 3 * 256 * 512)
         loader = loader_of(ours)
         for t in layer_tensors(ours.config)[-2:]:
             tensor = loader.checkpoint.tensors[t.name]
-            pieces = list(tensor.quantised(loader.rows(t), ALL, schemes.AT_ONCE))
+            pieces = list(tensor.quantised(loader.rows(t), ALL, quantised.AT_ONCE))
             at_once = -(-count // 3)
             assert len(pieces) == len(t.parts) * at_once, "three experts are converted at once"
         for one, other in zip(loaded(ours).matrices, whole.matrices, strict=True):
@@ -2158,7 +2160,7 @@ def test_gguf_byte_pairs(name, tmp_path):
         assert (Tokenizer(file).encode("ab")[0] == ours.bos) == adds
 
 
-# ---- quants.py: quantised safetensors, packed as their formats' documents say
+# ---- others.py: quantised safetensors, packed as their formats' documents say
 
 
 def words(codes: torch.Tensor, bits: int = 4, order=None) -> torch.Tensor:
@@ -2232,21 +2234,21 @@ FLOAT_8 = partial(compressed_tensors, "float-quantized", num_bits=8, type="float
 
 
 QUANTISED = {  # quantization_config, how a matrix is packed, the format that holds it
-    "AWQ": (dict(quant_method="awq", bits=4, group_size=64, version="gemm"), pack_awq, quants.WITH_ZEROS[64]),
-    "GPTQ": (GPTQ, pack_gptq, quants.WITH_ZEROS[32]),
-    "GPTQ, version 2": (GPTQ | {"checkpoint_format": "gptq_v2"}, partial(pack_gptq, less=0), quants.WITH_ZEROS[32]),
-    "GPTQ, not of version 1": (GPTQ, partial(pack_gptq, less=0, zeros=[8]), quants.WITH_ZEROS[32]),
+    "AWQ": (dict(quant_method="awq", bits=4, group_size=64, version="gemm"), pack_awq, others.WITH_ZEROS[64]),
+    "GPTQ": (GPTQ, pack_gptq, others.WITH_ZEROS[32]),
+    "GPTQ, version 2": (GPTQ | {"checkpoint_format": "gptq_v2"}, partial(pack_gptq, less=0), others.WITH_ZEROS[32]),
+    "GPTQ, not of version 1": (GPTQ, partial(pack_gptq, less=0, zeros=[8]), others.WITH_ZEROS[32]),
     "GPTQ, not of version 2": (
-        GPTQ | {"checkpoint_format": "gptq_v2"}, partial(pack_gptq, zeros=[8]), quants.WITH_ZEROS[32],
+        GPTQ | {"checkpoint_format": "gptq_v2"}, partial(pack_gptq, zeros=[8]), others.WITH_ZEROS[32],
     ),
-    "GPTQ, a group a row": (GPTQ | {"group_size": -1}, partial(pack_gptq, group=0), quants.WITH_ZEROS[128]),
+    "GPTQ, a group a row": (GPTQ | {"group_size": -1}, partial(pack_gptq, group=0), others.WITH_ZEROS[128]),
     "GPTQ, 8 bits": (
         GPTQ | dict(bits=8, group_size=128, dynamic={"-:.*lm_head": {}}),
-        partial(pack_gptq, group=128, zeros=[128], bits=8), quants.Q8_0,
+        partial(pack_gptq, group=128, zeros=[128], bits=8), others.Q8_0,
     ),
-    "W4A16": (PACKED(), pack_w4a16, quants.WITH_ZEROS[128]),
+    "W4A16": (PACKED(), pack_w4a16, others.WITH_ZEROS[128]),
     "W4A16 with zero points": (
-        PACKED(symmetric=False), partial(pack_w4a16, symmetric=False), quants.WITH_ZEROS[128],
+        PACKED(symmetric=False), partial(pack_w4a16, symmetric=False), others.WITH_ZEROS[128],
     ),
     "FP8, a scale each": (FLOAT_8(strategy="tensor"), partial(pack_fp8, "weight_scale", 0, 0), E4M3),
     "FP8, a scale a row": (FLOAT_8(strategy="channel"), partial(pack_fp8, "weight_scale", 1, 0), E4M3),
@@ -2257,7 +2259,7 @@ QUANTISED = {  # quantization_config, how a matrix is packed, the format that ho
     "FP8, fbgemm": (dict(quant_method="fbgemm_fp8"), partial(pack_fp8, "weight_scale", 1, 0), E4M3),
     "FP8, blocks": (
         dict(quant_method="fp8", weight_block_size=[128, 128]), partial(pack_fp8, "weight_scale_inv", 128, 128),
-        quants.E4M3_128,
+        others.E4M3_128,
     ),
 }  # fmt: skip
 
@@ -2316,7 +2318,7 @@ def test_quantised_safetensors_equal_transformers(copy, cli, family, how):
     ours, exact = assert_equals_transformers(copy, theirs), theirs.model.layers[1].mlp
     weights = loaded(ours)
     # which is slow there
-    on_cpu = None if format in (quants.E4M3_128, quants.Q8_0) else format
+    on_cpu = None if format in (others.E4M3_128, others.Q8_0) else format
     layer = weights.layers[1]
     assert {m.format for m in (layer.wqkv, layer.wo, layer.w13, layer.w2)} == {format}
     assert not weights.output.format and ours.weights.layers[1].w2.format is on_cpu
@@ -2741,7 +2743,7 @@ def test_speculation_from_the_command_line(cli, tiny, copy):
     assert_refused(said("--draft", cli_module.DEFAULT_MODEL), "different vocabulary")
 
 
-# ---- parallel.py
+# ---- ranks
 
 
 PARALLEL = {  # cases, with checkpoints made below: a folder, and options of load
@@ -2875,7 +2877,7 @@ def test_exchange_adds_and_gathers(format, several):
     terms_of = lambda: [Matrix(halves(C, k), bias=bias) for k, bias in zip(columns, biases)]
     sums = [encoded(terms_of(), format) for _ in range(2)]
     (whole,) = encoded([Matrix(halves(V, C))], format)
-    cuts = [parallel.share(V, rank, 3) for rank in range(3)]
+    cuts = [share(V, rank, 3) for rank in range(3)]
     part = lambda rows: tuple(t[rows].contiguous() for t in whole.tensors)
     outputs = [Matrix(part(rows), format) for rows in cuts]
     exchanges = exchanges_of([list(of_rank) for of_rank in zip(*sums, outputs)])
@@ -2925,7 +2927,7 @@ def test_exchange_adds_terms_of_several_tokens():
         assert nmse(found[0], exact) < ONE_UNIT[torch.float16]
         first, second = (exchange.term(m, terms[0]) for m in matrices)
         assert first.data_ptr() != second.data_ptr(), "the buffers take turns"
-    big = torch.empty(parallel.READ_AT_MOST, 1, device="meta")
+    big = torch.empty(exchange_module.READ_AT_MOST, 1, device="meta")
     assert exchange.has_room(terms[0]) and not exchange.has_room(big)
 
 
@@ -2960,7 +2962,9 @@ def check_gpus(folder: Path) -> None:
             one = logits(load(folder / name, dtype=dtype, device=own, **options))
             model = load(folder / name, dtype=dtype, device="cuda", ranks=ranks, **options)
             for exchange in (model.exchange, None):
-                model.ops = ranks.cut_ops(kernels.ops(model.backend), exchange, False)
+                model.ops = exchange_module.cut_ops(
+                    ranks, kernels.ops(model.backend), exchange, False
+                )
                 ours = logits(model)
                 assert torch.equal(ours, ranks.broadcast(lambda ours=ours: ours)), "ranks differ"
                 assert nmse(ours, exact) < 2 * nmse(one, exact) + 1e-10, (case, dtype, exchange)
@@ -2994,7 +2998,7 @@ def stress(ranks: Ranks, cuda: torch.device, rounds: int = 4000) -> None:
     matrices = [Matrix(blank(SUMMED, 64, dtype=torch.float16)) for _ in range(SLOTS)]
     for m in matrices:
         m.data[:, 0] = ranks.rank + 1
-    exchange = parallel.make_exchange(ranks, matrices, SUMMED, "triton", cuda, torch.float32)
+    exchange = exchange_module.make_exchange(ranks, matrices, SUMMED, "triton", cuda, torch.float32)
     number, wrong = blank(1), blank(1, dtype=torch.int64)
     x, y, several = blank(8, 64, dtype=torch.float16), blank(8, SUMMED), blank(50, SUMMED)
 
@@ -3035,12 +3039,12 @@ def stress(ranks: Ranks, cuda: torch.device, rounds: int = 4000) -> None:
     assert wrong.item() == 0, "sums of another round"
 
 
-# ---- parallel.py: processes started by torchrun
+# ---- ranks: processes started by torchrun
 
 
 def torchrun(*arguments, size: int = 2, **options) -> subprocess.Popen:
     flags = f"--nproc-per-node {size} --master-port {free_port()}"
-    starter = str(HERE / "extra" / "torchrun.py")
+    starter = str(HERE / "ranks" / "torchrun.py")
     command = [sys.executable, starter, *flags.split(), *map(str, arguments)]
     pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     pipes["env"] = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -16,14 +16,14 @@ Files without a place beside them lie in extra/.
     4   |  names.py      the tensors of such a model, and what each layout calls their parts
       names and shapes
     5   |  reading.py    reads tensors in files, some rows of several at once
-        |  schemes.py    how other programs store the matrices that they have quantised
+        |  quantised.py    how other programs store the matrices that they have quantised
         |  tensors.py    a tensor of a model, made of those in files
         |  layouts.py    all tensors of a model, made of a Source's. Only headers are read, and checked
       a Checkpoint: the Config and its tensors
-    6   |  hardware.py   chooses device, type and backend, and asks whether it all fits into memory
+    6   |  place.py   chooses device, type and backend, and asks whether it all fits into memory
     7   |  Loader        (here) copies them to the device. A matrix stays in floats, is encoded
         |               (fp8.py at the root, int4.py), or
-        |  quants.py     keeps what other programs have quantised, bit for bit
+        |  others.py     keeps what other programs have quantised, bit for bit
       Weights, in a Llama (model.py at the root)
 
 A tensor of the model, such as w13 of layer 3, has three descriptions. Its ModelTensor is what the
@@ -49,7 +49,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cards.cpu import in_cpu_layout, storage_dtype
-from extra.parallel import Ranks, share
 from formats import Format, Matrix, Tensors
 from kernels import FORMATS
 from loading import hub
@@ -81,6 +80,7 @@ from loading.place import (
 from loading.sources import small_source, source_of, weight_files
 from loading.tensors import ALL, Rows, columns_in
 from model import Config, LayerWeights, Llama, Weights, enumerated
+from ranks.processes import Ranks, share
 from sampling import Sampling
 
 # ---- all steps

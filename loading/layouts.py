@@ -13,8 +13,7 @@ from dataclasses import replace
 import torch
 
 from formats import Format
-from loading import gguf
-from loading import quantised as schemes
+from loading import gguf, quantised
 from loading.families import FAMILIES
 from loading.headers import FileTensor, Wanted
 from loading.names import BIASES, EMBEDDING, OUTPUT, Formats, Kind, ModelTensor, Part, model_tensors
@@ -101,7 +100,7 @@ def untied(source: Source, c: Config, found: Found) -> Config:
 def equal(one: SourceTensor, other: SourceTensor) -> bool:
     """Whether two matrices have the same values."""
     N, K = one.shape
-    step = max(1, schemes.AT_ONCE // K)
+    step = max(1, quantised.AT_ONCE // K)
     for start in range(0, N, step):
         rows = [slice(start, start + step)]
         mine, its = (
@@ -142,7 +141,7 @@ def misfits(tensors: Collection[SourceTensor], found: Found) -> list[str]:
 
 def is_zero(bias: FileTensor) -> bool:
     """Whether a bias makes no difference."""
-    if bias.dtype not in schemes.FLOATS or math.prod(bias.shape) > MOST_BIASES:
+    if bias.dtype not in quantised.FLOATS or math.prod(bias.shape) > MOST_BIASES:
         return False
     (values,) = read([bias])
     return not values.any()
@@ -184,7 +183,7 @@ def hugging_face_part(
 
 
 def scheme_tensors(
-    scheme: schemes.Scheme, name: str, shape: tuple[int, int], found: Found
+    scheme: quantised.Scheme, name: str, shape: tuple[int, int], found: Found
 ) -> dict[str, Wanted]:
     """What a scheme stores for a matrix, by name. Empty if this one is not quantised."""
     stem = name.removesuffix("weight")
@@ -192,7 +191,7 @@ def scheme_tensors(
     codes, *_ = by_word
     if stem + codes not in found:
         return {}
-    if codes == "weight" and found[f"{stem}weight"][0].dtype in schemes.FLOATS:
+    if codes == "weight" and found[f"{stem}weight"][0].dtype in quantised.FLOATS:
         return {}
     absent = {word for word in scheme.optional if stem + word not in found}
     return {stem + word: wanted for word, wanted in by_word.items() if word not in absent}
@@ -248,7 +247,7 @@ def formats_as_stored(tensors: dict[str, SourceTensor], c: Config, most_bits: in
     for t in model_tensors(c):
         if t.is_matrix:
             in_files = tensors[t.name].all_schemes
-            format = schemes.format_for(in_files, t.shape(c)[1], most_bits)
+            format = quantised.format_for(in_files, t.shape(c)[1], most_bits)
             if format:
                 formats[t.name] = format
     return formats

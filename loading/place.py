@@ -11,9 +11,9 @@ import torch
 
 import launch
 from cards import cpu
-from extra.parallel import Ranks
 from loading.names import Formats, largest_read, matrix_shapes, model_tensors, weight_bytes
 from model import CACHES, Config
+from ranks.processes import Ranks
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 import fp8
-from bits import codes4
-from bits import others as quants
+from bits import codes4, others
 from formats import Format, Quantised, Tensors
 from loading import gguf
 from loading.files import Fields
@@ -189,13 +188,13 @@ def _format_for_groups(group: int) -> Format:
     """The format for groups of `group` columns, a multiple of 32, or of a whole row if it is -1.
     One group may become several in the format."""
     sizes = [size for size in (128, 64, 32) if group == -1 or group % size == 0]
-    return quants.WITH_ZEROS[sizes[0]]
+    return others.WITH_ZEROS[sizes[0]]
 
 
 def _with_zeros(format: Format, codes: Tensor, scale: Tensor, zero: Tensor) -> Quantised:
     """Rows with the format's groups, for which scales and zero points [N, G] are repeated."""
     groups = codes.shape[1] // format.group
-    return Quantised(codes, quants.spread(scale.float(), groups), zero=quants.spread(zero, groups))
+    return Quantised(codes, others.spread(scale.float(), groups), zero=others.spread(zero, groups))
 
 
 def _gemm(group: int, N: int, K: int, codes: tuple[int, int], bits: int = 4) -> dict[str, Wanted]:
@@ -227,7 +226,7 @@ def gptq(group: int, version_2: bool, bits: int = 4) -> Scheme:
     """GPTQ of 4 or 8 bits without act-order: W^T, with neighbours along K in a word. Zero points
     are stored less 1, in version 2 as they are. A file whose zero points are all in the middle may
     state the wrong version."""
-    format = _format_for_groups(group) if bits == 4 else quants.Q8_0
+    format = _format_for_groups(group) if bits == 4 else others.Q8_0
     middle = 1 << bits - 1
     ones = 0x11111111 if bits == 4 else 0x01010101
 
@@ -250,18 +249,18 @@ def gptq(group: int, version_2: bool, bits: int = 4) -> Scheme:
             # 1 was subtracted in whole words, so a zero point of 0 has borrowed from the next one
             zero = unpacked(t["qzeros"] + ones).t()
         if bits == 8:
-            return _without_zeros(codes - quants.spread(zero, codes.shape[1]), t["scales"].t())
+            return _without_zeros(codes - others.spread(zero, codes.shape[1]), t["scales"].t())
         return _with_zeros(format, codes, t["scales"].t(), zero)
 
     return Scheme("GPTQ", format, wanted, read, group, ("g_idx",))
 
 
 def _without_zeros(codes: Tensor, scale: Tensor) -> Quantised:
-    """Rows for quants.Q8_0, from codes without a zero point."""
+    """Rows for others.Q8_0, from codes without a zero point."""
     if codes.min() < -128 or codes.max() > 127:
         raise ValueError("zero points that 8 bits cannot hold: take a symmetric GPTQ or a GGUF")
     return Quantised(
-        codes.to(torch.int8), quants.spread(scale.float(), codes.shape[1] // quants.Q8_0.group)
+        codes.to(torch.int8), others.spread(scale.float(), codes.shape[1] // others.Q8_0.group)
     )
 
 
@@ -328,7 +327,7 @@ def fp8_scaled(scale: str, in_blocks: bool) -> Scheme:
         return Quantised(codes, factor.reshape(-1, 1).expand(len(codes), 1))
 
     if in_blocks:
-        return Scheme("FP8", quants.E4M3_128, wanted, read, 128)
+        return Scheme("FP8", others.E4M3_128, wanted, read, 128)
     return Scheme("FP8", fp8.E4M3, wanted, read)
 
 
@@ -422,5 +421,5 @@ def format_for(
         candidates = [scheme.format for scheme in of_safetensors if len(schemes) == 1]
     else:
         types = {type.name for type in schemes}
-        candidates = [format for format, kept in quants.EXACT.items() if types <= kept]
+        candidates = [format for format, kept in others.EXACT.items() if types <= kept]
     return next(filter(fits, candidates), None)

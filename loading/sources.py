@@ -17,8 +17,7 @@ import torch
 
 from formats import Format
 from kernels import FORMATS
-from loading import gguf, hub
-from loading import quantised as schemes
+from loading import gguf, hub, quantised
 from loading.config import generation_of, hugging_face_config, meta_config
 from loading.families import family_of
 from loading.files import Fields, read_bytes
@@ -181,9 +180,9 @@ class HuggingFaceFolder(Folder):
         return family_of(self.config_json).renames
 
     @cached_property
-    def scheme(self) -> schemes.Scheme | None:
+    def scheme(self) -> quantised.Scheme | None:
         """How others have quantised its matrices. Returns None if they have not."""
-        return schemes.scheme_of(self.config_json)
+        return quantised.scheme_of(self.config_json)
 
     def config(self) -> Config:
         return hugging_face_config(self.config_json, generation_of(self.path))

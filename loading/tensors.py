@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from formats import Format, Quantised, Tensors
-from loading import quantised as schemes
+from loading import quantised
 from loading.files import one_line
 from loading.headers import FileTensor, Wanted
 from loading.reading import CPU, Piece, in_order, rows_in, split
@@ -43,7 +43,7 @@ class SourceTensor:
         shape: tuple[int, ...],
         found: Found,
         head_dim: int | None = None,
-        scheme: schemes.Quantisation | None = None,
+        scheme: quantised.Quantisation | None = None,
         wanted: dict[str, Wanted] | None = None,
     ):
         """name: in the file. found: all tensors of the files. head_dim: for q and k, if RoPE
@@ -54,7 +54,7 @@ class SourceTensor:
         self.shape = shape
         self.head_dim = head_dim
         self.scheme = scheme
-        self.wanted = wanted or {name: Wanted(schemes.FLOATS, [shape])}
+        self.wanted = wanted or {name: Wanted(quantised.FLOATS, [shape])}
         self.files = {name: found.get(name, []) for name in self.wanted}
 
     @property
@@ -63,7 +63,7 @@ class SourceTensor:
         return self.shape[-2:][0]
 
     @property
-    def all_schemes(self) -> set[schemes.Quantisation | None]:
+    def all_schemes(self) -> set[quantised.Quantisation | None]:
         """How others have quantised its matrices. None stands for floats."""
         return {self.scheme}
 
@@ -81,8 +81,8 @@ class SourceTensor:
         """Write these rows and columns into `out`, the tensors of a format, without changing a
         weight."""
         pieces = self.quantised(rows, columns, weights_at_once(device))
-        for place, quantised in in_order(pieces, device):
-            format.write(quantised, tuple(tensor[place] for tensor in out))
+        for place, matrix in in_order(pieces, device):
+            format.write(matrix, tuple(tensor[place] for tensor in out))
 
     def floats(self, rows: Rows, columns: slice, most: int) -> Iterable[Piece]:
         """The pieces that make floats, of at most `most` weights if the tensor can be cut."""
@@ -136,8 +136,8 @@ class SourceTensor:
 def weights_at_once(device: torch.device) -> int:
     """How many weights are converted at a time."""
     if device.type == "cpu":
-        return schemes.AT_ONCE
-    return 16 * schemes.AT_ONCE
+        return quantised.AT_ONCE
+    return 16 * quantised.AT_ONCE
 
 
 def _misfit(files: list[FileTensor], wanted: Wanted) -> str:
@@ -159,7 +159,7 @@ class Several(SourceTensor):
         self.wanted = {name: tensor.wanted[name] for tensor in tensors for name in tensor.wanted}
 
     @property
-    def all_schemes(self) -> set[schemes.Quantisation | None]:
+    def all_schemes(self) -> set[quantised.Quantisation | None]:
         return set().union(*(tensor.all_schemes for tensor in self.of))
 
     def pieces(self, rows: Rows, made_of: MadeOf) -> Iterator[Piece]:
@@ -294,7 +294,7 @@ class QuantisedMatrix(SourceTensor):
     def decoded(
         self, make: Callable[[list[Tensor]], Quantised], columns: slice, tensors: list[Tensor]
     ) -> Tensor:
-        return schemes.decoded(self.scheme, make(tensors))[:, columns]
+        return quantised.decoded(self.scheme, make(tensors))[:, columns]
 
     @contextmanager
     def named_errors(self) -> Iterator[None]:
@@ -320,7 +320,7 @@ class GgufMatrix(QuantisedMatrix):
     def made(self, tensors: list[Tensor]) -> Quantised:
         (raw,) = tensors
         with self.named_errors():
-            return schemes.checked(schemes.from_blocks(self.scheme, self.in_pairs(raw)))
+            return quantised.checked(quantised.from_blocks(self.scheme, self.in_pairs(raw)))
 
 
 class SafetensorsMatrix(QuantisedMatrix):
@@ -351,7 +351,7 @@ class SafetensorsMatrix(QuantisedMatrix):
 
         words = [name.rpartition(".")[2] for name in self.files]
         with self.named_errors():
-            matrix = schemes.checked(self.scheme.read(dict(zip(words, tensors))))
+            matrix = quantised.checked(self.scheme.read(dict(zip(words, tensors))))
         return Quantised(*map(cut, matrix))
 
 

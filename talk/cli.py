@@ -27,7 +27,7 @@ from loading.templates import TEMPLATES
 from settings import FILTERS, SETTINGS, Sampling
 
 if TYPE_CHECKING:  # they import torch
-    from extra.parallel import Ranks
+    from ranks.processes import Ranks
     from session import Session
 
 DEFAULT_MODEL = Path(__file__).resolve().parents[1] / "models" / "tales"
@@ -127,7 +127,7 @@ def exit_code(work: Callable[..., int], args: argparse.Namespace) -> int:
     """Do a program's work(args, parallel.Ranks) and return its exit code: 1, with one line on
     stderr (with --debug, a traceback), if it fails. If there are several processes, each exits
     here."""
-    from extra.parallel import Ranks
+    from ranks.processes import Ranks
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     ranks = Ranks.of_torchrun()
