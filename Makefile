@@ -23,9 +23,6 @@ TALK_MODEL = $(or $(MODEL),$$(test -e $(SMOLLM2) && echo models/smollm2 || echo 
 # the fetched model has no settings of its own, and rambles at the usual ones
 CALM = $(if $(MODEL),,--temp 0.2 --top-p 0.9 --repeat-penalty 1.1 -n 300)
 BENCH_MODEL = $(or $(MODEL),models/tales)
-TESTS = test_all.py extra/test_extra.py dev/test_dev.py training/test_training.py
-# skipped tests are listed; a test that hangs ends the run with a traceback
-PYTEST = -rs -o faulthandler_timeout=1800 -o faulthandler_exit_on_timeout=true
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -52,7 +49,7 @@ profile: .venv/ready  ## one step, kernel by kernel (on a CPU: torch's ops)
 	$(VENV)/python dev/steps.py -m "$(BENCH_MODEL)" $(ARGS)
 
 test: .venv/ready-test model  ## all tests; no GPU needed: four to eight minutes on two cores
-	$(VENV)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal $(PYTEST) $(TESTS) $(ARGS)
+	$(VENV)/python test_all.py $(ARGS)
 
 fuzz: .venv/ready-test  ## corrupt checkpoints, templates, texts and options at random for a minute
 	$(VENV)/python dev/fuzz.py $(ARGS)

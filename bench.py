@@ -22,8 +22,9 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 
 from loading.files import text_of
+from loading.hub import DEFAULT_MODEL
 from talk.bench_flags import Test, parse_args
-from talk.cli import DEFAULT_MODEL, exit_code, import_torch, note, use_safe_streams
+from talk.cli import exit_code, import_torch, note, use_safe_streams
 
 if __name__ == "__main__":  # --help and errors in the command line do not wait for torch
     use_safe_streams()

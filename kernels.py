@@ -10,9 +10,9 @@ Read in this order:
     kernels.py     (here) what is done with the rows of each product, RoPE, the embedding, and last
                    the table of all ops, which is worth a look first
 
-launch.py says how a kernel is launched, and what it may do before the one before it has
-ended. In extra/ is also what only some models, cards or machines need: stream.py and others.py (codes in
-groups), experts.py, hopper.py, cpu.py, parallel.py.
+launch.py says how a kernel is launched, and what it may do before the one before it has ended.
+experts.py has the products of models with experts. What only some formats, cards or machines need
+is in bits/ (codes in groups), cards/ (Hopper's kernels, a CPU's products) and ranks/ (several GPUs).
 
 Shape letters, here and everywhere:
 

@@ -21,7 +21,7 @@ generation_config.json come from its row.
 which kernels load it; the kernels, of which _sample_best_kernel changes logits, and _draw and the
 two that call it filter them. If it costs time when it is off, also a field of Switches, and its
 value in Sampler.switches.
-3. test_all.py: its values in test_sampling_equals_the_reference, its default in
+3. tests/: its values in test_sampling_equals_the_reference, its default in
 test_flags_that_are_not_given.
 
 Banned tokens have the logit model.BANNED, which is finite."""

@@ -32,7 +32,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 900  # for the tests of one change, which take up to a minute
 FORKS = multiprocessing.get_context("fork")
-TEST_FILES = ("test_all.py", "extra/test_extra.py", "dev/test_dev.py", "training/test_training.py")
+TEST_FILES = sorted(str(file.relative_to(ROOT)) for file in ROOT.glob("*/test_*.py"))
 LARGE_PACKAGES = (  # whose import takes most of the time
     "torch", "transformers.models.llama.modeling_llama", "gguf", "hypothesis", "matplotlib.pyplot",
 )  # fmt: skip

@@ -1,6 +1,4 @@
-"""The tests of dev/, which `make test` runs with those of test_all.py; alone:
-
-python -m pytest dev/test_dev.py"""
+"""Tests of dev/."""
 
 import copy as copy_module
 import functools
@@ -18,8 +16,21 @@ import pytest
 import torch
 import transformers
 
-# first, since it sets TRITON_INTERPRET; names that nothing here calls are fixtures
-from test_all import (
+import bench
+import launch
+import products
+from bits.int4 import INT4
+from cards import sizes as launch_sizes
+from dev import compare, fuzz, mutate, steps
+from dev import kernels as op_table
+from dev import passes as dev_passes
+from dev import tune as tuner
+from figures import plot
+from fp8 import E4M3
+from loading.names import formats_of, layer_tensors, tensor_in
+from loading.random_model import random_weights
+from model import Llama, State
+from tests.helpers import (
     DEVICE,
     HERE,
     PATIENCE,
@@ -31,36 +42,11 @@ from test_all import (
     fails,
     flags_of_bench,
     in_shell,
-    interpreter,
     objects,
-    quick_ceilings,
     read_config_like,
     rows_of,
-    seeded,
-    tiny,
     tiny_llama,
-    tiny_model,
-    tiny_saved,
 )
-
-import bench
-import launch
-import products
-from dev import compare, fuzz, mutate, steps
-from dev import kernels as op_table
-from dev import passes as dev_passes
-from dev import tune as tuner
-from cards import sizes as launch_sizes
-from bits.int4 import INT4
-from loading.names import formats_of, layer_tensors, tensor_in
-from loading.random_model import random_weights
-from figures import plot
-from fp8 import E4M3
-from model import Llama, State
-
-# padding, and values not finite on purpose
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
-
 
 # ---- what a developer measures
 

@@ -1,5 +1,4 @@
 """How the name of a checkpoint becomes the weights of a model, step by step, as `load` does it.
-Files without a place beside them lie in extra/.
 
       a name: "owner/name", a folder or a GGUF file
     1   |  hub.py        finds it on this machine, or downloads it
@@ -16,15 +15,15 @@ Files without a place beside them lie in extra/.
     4   |  names.py      the tensors of such a model, and what each layout calls their parts
       names and shapes
     5   |  reading.py    reads tensors in files, some rows of several at once
-        |  quantised.py    how other programs store the matrices that they have quantised
+        |  quantised.py  how other programs store the matrices that they have quantised
         |  tensors.py    a tensor of a model, made of those in files
         |  layouts.py    all tensors of a model, made of a Source's. Only headers are read, and checked
       a Checkpoint: the Config and its tensors
-    6   |  place.py   chooses device, type and backend, and asks whether it all fits into memory
-    7   |  Loader        (here) copies them to the device. A matrix stays in floats, is encoded
-        |               (fp8.py at the root, int4.py), or
-        |  others.py     keeps what other programs have quantised, bit for bit
-      Weights, in a Llama (model.py at the root)
+    6   |  place.py       chooses device, type and backend, and asks whether it all fits into memory
+    7   |  Loader         (here) copies them to the device. A matrix stays in floats, is encoded
+        |               (fp8.py, bits/int4.py), or
+        |  bits/others.py keeps what other programs have quantised, bit for bit
+      Weights, in a Llama (model.py)
 
 A tensor of the model, such as w13 of layer 3, has three descriptions. Its ModelTensor is what the
 model needs: a shape, and the parts w1 and w3. Its SourceTensor says how a checkpoint stores these,

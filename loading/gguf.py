@@ -6,7 +6,7 @@ of the tensors, aligned. Nothing in it is trusted: counts, sizes and offsets are
 file's size before memory is allocated. Sources: ggml's docs/gguf.md; llama.cpp's llama-vocab.cpp
 and llama-model.cpp for the meaning of keys and for their defaults.
 
-This needs no torch. It lies in extra/, where its name does not hide the package `gguf`, which
+This needs no torch. It lies in a folder, where its name does not hide the package `gguf`, which
 transformers imports."""
 
 import math

@@ -16,6 +16,7 @@ from loading import gguf
 from loading.files import open_regular, read_json
 
 ROOT = Path(__file__).resolve().parents[1]  # of this program
+DEFAULT_MODEL = ROOT / "models" / "tales"
 
 CONFIGURATIONS = ["config.json", "params.json"]
 SMALL_FILES = [

@@ -16,10 +16,10 @@ from cards.cpu import in_cpu_layout, storage_dtype
 from formats import Matrix
 from kernels import FORMATS
 from loading.checkpoint import read_config
+from loading.hub import DEFAULT_MODEL
 from loading.names import Formats, Kind, formats_of, layer_tensors, layer_weights
 from loading.place import check_accumulate, check_memory, pick_backend, pick_device, pick_dtype
 from model import Config, Llama, Weights
-from talk.cli import DEFAULT_MODEL
 
 # The first fields of Config: dim, layers, heads, key/value heads, head_dim, hidden_dim, vocabulary
 SHAPES = {

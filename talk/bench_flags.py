@@ -7,7 +7,8 @@ import argparse
 from collections.abc import Callable
 from typing import NamedTuple
 
-from talk.cli import DEFAULT_MODEL, DTYPE_NAMES, FORMAT_NAMES, Parser, add_device_flags, within
+from loading.hub import DEFAULT_MODEL
+from talk.cli import DTYPE_NAMES, FORMAT_NAMES, Parser, add_device_flags, within
 
 
 class Test(NamedTuple):

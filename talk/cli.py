@@ -18,19 +18,16 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loading.files import one_line, text_of
-from loading.hub import local_checkpoint
+from loading.hub import DEFAULT_MODEL, local_checkpoint
 from loading.templates import TEMPLATES
 from settings import FILTERS, SETTINGS, Sampling
 
 if TYPE_CHECKING:  # they import torch
     from ranks.processes import Ranks
     from session import Session
-
-DEFAULT_MODEL = Path(__file__).resolve().parents[1] / "models" / "tales"
 
 
 # ---- standard streams

@@ -1,0 +1,1 @@
+pytest_plugins = ["tests.helpers"]  # its fixtures serve the tests of all rooms

@@ -1,0 +1,109 @@
+"""Tests of loading/place.py."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+import launch
+from bits.int4 import INT4
+from fp8 import E4M3
+from loading import place
+from loading.names import formats_of
+from loading.place import check_memory
+from ranks.processes import Ranks
+from tests.helpers import read_config_like
+
+LLAMA_7B = read_config_like(
+    dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, head_dim=128, hidden_dim=11008,
+    vocab_size=32000,
+)  # fmt: skip
+EIGHT_EXPERTS = dict(n_experts=8, experts_per_token=2)
+
+
+@pytest.mark.parametrize("dtype, device, options, weights, cache, room", [
+    # 32 layers of 202,375,168 weights and an output matrix of 131,072,000, as many in the
+    # embedding, and 65 norms of 4096: 6,738,415,616 in all. A token's keys and values are
+    # 2 * 32 * 4096 numbers. The output matrix, the largest, counts six times
+    ("fp16", "cuda", {}, 13.48, 2.15, 1.57),
+    ("fp32", "cpu", {}, 26.95, 4.29, 3.15),
+    ("fp16", "cuda", dict(ctx_size=1), 13.48, 0.00, 1.57),
+    # half the cache, and room for a layer's 2 * 4096 * 4096, decoded
+    ("fp16", "cuda", dict(kv_fp8=True), 13.48, 1.07, 1.71),
+    # 6,607,077,376 codes, a scale for each of 1,391,872 rows, the embedding
+    ("fp16", "cuda", dict(format=E4M3), 6.88, 2.15, 1.57),
+    # 9 bits for two of 6,476,005,376 codes, a scale for each of 1,359,872 rows; the output matrix
+    # in 8 bits, and the embedding. A CPU keeps 5/8 of a byte more for each code, for bf16
+    ("fp16", "cuda", dict(format=INT4), 4.04, 2.15, 1.57),
+    ("fp32", "cpu", dict(format=INT4), 4.30, 4.29, 3.15),
+    ("bf16", "cpu", dict(format=INT4), 8.09, 2.15, 1.57),
+    # 8 experts: 30,299,652,096 weights more, and a router of 32,768 in each layer. Room is for one
+    # expert at a time, and a CPU keeps no copy of them
+    ("fp16", "cuda", dict(shape=EIGHT_EXPERTS), 74.08, 2.15, 1.57),
+    ("bf16", "cpu", dict(shape=EIGHT_EXPERTS, format=INT4), 22.45, 2.15, 1.57),
+    # while they are encoded from fp32, all 721,420,288 weights of a layer's w1 and w3 are in memory
+    (
+        "fp16", "cuda", dict(shape=EIGHT_EXPERTS, format=E4M3, encoded_from=torch.float32),
+        37.20, 2.15, 2.89,
+    ),
+    # half of the matrices and of the cache; the output matrix has 16,000 rows
+    ("fp16", "cuda", dict(ranks=Ranks(1, 2)), 6.87, 1.07, 0.79),
+])  # fmt: skip
+def test_memory_of_7b(monkeypatch, dtype, device, options, weights, cache, room):
+    """In GB, worked out by hand: if these change, so must what users are told that they need."""
+    options = dict(ctx_size=4096, shape={}, ranks=Ranks()) | options
+    config, ranks = replace(LLAMA_7B, **options.pop("shape")), options["ranks"]
+    asked = config.cut(ranks.size), place.DTYPES[dtype], torch.device(device)
+    options["formats"] = formats_of(asked[0], options.pop("format", None))
+    monkeypatch.setattr("loading.place.free_memory", lambda device: 1e6)
+    with pytest.raises(MemoryError) as error:
+        check_memory(*asked, **options)
+    said = re.findall(r"(?:weights|tokens|workspace|=|has) ([\d.]+) GB", str(error.value))
+    total = float(said.pop(3))
+    assert said == [f"{weights:.2f}", f"{cache:.2f}", f"{room:.2f}", "0.00"]
+    assert total == pytest.approx(weights + cache + room, abs=0.016)
+    where = f"{device} for rank 1 of 2 has" if ranks.size > 1 else f"but {device} has"
+    assert where in str(error.value)
+
+
+def test_memory_that_is_just_enough(monkeypatch):
+    asked = LLAMA_7B, torch.float16, torch.device("cpu"), 4096, {}
+    need = 2 * 6_738_415_616 + 2 * 2 * 32 * 4096 * 4096 + 6 * 2 * 131_072_000
+    for has, ranks in ((need, Ranks()), (4 * need, Ranks(1, 4, 1, 4))):  # which share a host's
+        monkeypatch.setattr("loading.place.free_memory", lambda device, has=has: has)
+        assert check_memory(*asked, ranks=ranks) is None
+        monkeypatch.setattr("loading.place.free_memory", lambda device, has=has: has - 1)
+        with pytest.raises(MemoryError, match=f"= {need / 1e9:.2f} GB, but cpu.* has .* free: try"):
+            check_memory(*asked, ranks=ranks)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_memory_of_a_container(monkeypatch, tmp_path, version):
+    """What its limit leaves, apart from files that the system can drop; without a limit, what the
+    machine has."""
+    limit, used = {1: ("limit_in_bytes", "usage_in_bytes"), 2: ("max", "current")}[version]
+    names = (tmp_path, f"memory.{limit}", f"memory.{used}")
+    monkeypatch.setattr(place, "CGROUPS", (("/nowhere", "a", "b"), tuple(map(str, names))))
+    (tmp_path / names[1]).write_text("5000000\n")
+    (tmp_path / names[2]).write_text("4000000\n")
+    stat = "anon 9\ninactive_file 200000\nactive_file 100000\ntotal_active_file 7\n"
+    (tmp_path / "memory.stat").write_text(stat)
+    cpu = torch.device("cpu")
+    assert place.free_memory(cpu) == 1_300_000
+    (tmp_path / names[1]).write_text("max\n" if version == 2 else f"{(1 << 63) - 4096}\n")
+    assert 1e8 < place.free_memory(cpu) < 1e15
+
+
+def test_where_the_kernels_run(monkeypatch):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "This card")
+    monkeypatch.setattr(launch, "capability", lambda device: 80)
+    assert place.pick_backend("auto", gpu) == "triton"
+    monkeypatch.setattr(launch, "capability", lambda device: 79)
+    with pytest.raises(ValueError, match="This card is older than compute capability 8.0"):
+        place.pick_backend("auto", gpu)
+    assert place.pick_backend("torch", gpu) == place.pick_backend("auto", cpu) == "torch"
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    with pytest.raises(ValueError, match="set TRITON_INTERPRET=1"):
+        place.pick_backend("triton", cpu)

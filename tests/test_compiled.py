@@ -1,0 +1,270 @@
+"""Tests of kernels compiled for every architecture, with no GPU present."""
+
+import itertools
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+
+import attention
+import experts
+import fp8
+import kernels
+import launch
+import products
+import sampling
+from bits import int4, others
+from bits.int4 import INT4
+from cards import hopper
+from cards import sizes as launch_sizes
+from fp8 import E4M3, E5M2
+from ranks import exchange as exchange_module
+from sampling import Sampler, Sampling
+from tests.helpers import (
+    ARCHITECTURES,
+    DEVICE,
+    FILE_FORMATS,
+    HERE,
+    OPS,
+    OWN,
+    blank,
+    changed,
+    encoded,
+    expert_arguments,
+    op_arguments,
+)
+from training import ops as training
+
+
+def as_if_on(arch: int) -> None:
+    """In a process where Triton compiles, compile as if for a GPU of this architecture."""
+    from triton.runtime import driver
+
+    target = launch.triton.backends.compiler.GPUTarget("cuda", arch, 32)
+    current = dict(device=0, stream=0, target=target)
+    functions = {f"get_current_{k}": lambda *_, value=v: value for k, v in current.items()}
+    driver.set_active(SimpleNamespace(**functions))
+    ours = (
+        launch,
+        launch_sizes,
+        kernels,
+        products,
+        attention,
+        hopper,
+        sampling,
+        fp8,
+        int4,
+        experts,
+    )
+    for module in (*ours, training, exchange_module):
+        module.capability, module.processors = lambda device: arch, lambda device: 16
+    one_tile = launch_sizes.FewSizes(16, 8, 4, 8, 1)  # which compiles fast
+    products.few_sizes = lambda *key: one_tile if launch_sizes.few_sizes(*key) else None
+    products.vector_sizes = lambda *_: launch_sizes.VectorSizes(2, 512, 2)
+    products.stream_sizes = lambda *_: launch_sizes.StreamSizes(1, 2048, 3, 3)
+    # CPUs with AMX have none with a scale for each row
+    torch._scaled_mm = lambda *_, out, **options: out
+
+
+def launch_ops(names, dtype, T: int, heads=(8, 8, 128), format=None, ops=kernels.fused, **extra):
+    for op in names:
+        arguments = op_arguments(op, dtype, heads, T, 300, 500, **extra)[0]
+        getattr(ops, op)(*encoded(arguments, format))
+
+
+def launch_attention(dtype: torch.dtype) -> None:
+    """With one token, a few and a prompt; also of a cache in 8 bits."""
+    attend = partial(launch_ops, ["attention"], dtype)
+    for T, heads in ((1, (8, 8, 128)), (3, (16, 2, 128)), (512, (8, 8, 128))):
+        attend(T, heads)
+    if dtype == torch.float16:
+        for T, heads in ((96, (8, 8, 128)), (1, (4, 2, 256)), (96, (4, 2, 256))):
+            attend(T, heads)
+        attend(96, ops=kernels.ops("triton", "fp16"))
+    k, v = (torch.zeros(8, 500, 64, dtype=torch.int8) for _ in range(2))
+    for T in (1, 96):
+        x, layer, state = op_arguments("rmsnorm_qkv_rope", dtype, (8, 8, 64), T, 300, 500)[0]
+        state = changed(state, k=(None, k), v=(None, v))
+        q = kernels.fused.rmsnorm_qkv_rope(x, layer, state)
+        kernels.fused.attention(q, layer, state)
+    attention.decode_caches(k, v, state.device_pos, 96, dtype)
+
+
+def launch_linear_add(dtype: torch.dtype, T: int, format, bias=None) -> None:
+    w = replace(blank(48, 1024, format, dtype), bias=bias)
+    x, residual = torch.zeros(T, 1024, dtype=dtype), torch.zeros(T, 48, dtype=dtype)
+    kernels.fused.linear_add(x, w, residual)
+
+
+def launch_exchange(dtype: torch.dtype, format) -> None:
+    """What several ranks do with their parts of a product."""
+    new = partial(torch.zeros, dtype=dtype)
+    w, output = blank(512, 1024, format, dtype), blank(600, 512, format, dtype)
+    entries = exchange_module.Shared(torch.zeros(3, 2, 16 * 512, dtype=torch.int64), [0, 0])
+    terms = exchange_module.Shared(new(2, 8 * 512), [0, 0])
+    flags = exchange_module.Shared(torch.zeros(8, 2, dtype=torch.int32), [0, 0])
+    exchange = exchange_module.Exchange([w, output], 0, entries, terms, flags)
+    for x in (new(1, 1024), new(3, 1024)):
+        if exchange.sends(x, w, None):
+            exchange.linear_add(x, w, new(len(x), 512))
+    exchange.add_terms(w, new(8, 512), False)
+    exchange.rmsnorm_linear(new(1, 512), new(512), output, 1e-5, torch.zeros(1, 2 * 600 - 1))
+
+
+def launch_experts(dtype: torch.dtype, T: int, format) -> None:
+    x, layer, state = expert_arguments(T, 6, 2, 512, 256, dtype)
+    layer.w13, layer.w2 = blank(6 * 512, 512, format, dtype), blank(6 * 512, 256, format, dtype)
+    routes = kernels.fused.route(x, layer, state)
+    h = kernels.fused.rmsnorm_swiglu(x, layer, state, routes)
+    kernels.fused.linear_add(h, layer.w2, x, routes)
+
+
+def launch_products(dtype: torch.dtype) -> None:
+    """With one token, a few and a prompt; with norms of heads, other ranks and experts."""
+    for T in (1, 3, 96):
+        launch_ops([op for op in OPS if op != "attention"], dtype, T)
+    for T, format in itertools.product((1, 3, 60), (INT4, E4M3)):
+        launch_linear_add(dtype, T, format)
+    qk_norm = torch.zeros(2, 128, dtype=dtype)
+    for T in (1, 96):
+        launch_ops(["rmsnorm_qkv_rope"], dtype, T, (8, 2, 128), qk_norm=qk_norm)
+    launch_exchange(dtype, None)
+    for T, format in ((1, None), (1, INT4), (3, E4M3), (40, None)):
+        launch_experts(dtype, T, format)
+    for norm in (None, torch.zeros(512, dtype=dtype)):
+        products.encode_rows(torch.zeros(3, 512, dtype=dtype), norm, 1e-5)
+
+
+def launch_8_bit_floats() -> None:
+    """What else depends on how their matrices are decoded and multiplied."""
+    dtype = torch.float16
+    for T, format in itertools.product((1, 3, 60), (E4M3, E5M2, others.E4M3_128)):
+        launch_linear_add(dtype, T, format)
+    launch_linear_add(dtype, 13, E4M3)
+    launch_ops(["rmsnorm_qkv_rope", "rmsnorm_linear"], dtype, 1, format=E4M3)
+    launch_exchange(dtype, E4M3)
+    for T in (1, 40):
+        launch_experts(dtype, T, E4M3)
+
+
+def launch_formats() -> None:
+    """Matrices in all other formats."""
+    dtype = torch.float16
+    for T, format in itertools.product((1, 3, 60), (OWN, *FILE_FORMATS)):
+        launch_linear_add(dtype, T, format)
+    for T, format in ((1, None), (1, INT4), (3, INT4)):  # a kernel each
+        launch_linear_add(dtype, T, format, bias=torch.zeros(48, dtype=dtype))
+    x, norm = torch.zeros(1, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
+    layer = SimpleNamespace(ffn_norm=norm, w13=blank(48, 4096, INT4, dtype))  # two blocks of a row
+    kernels.fused.rmsnorm_swiglu(x, layer, SimpleNamespace(norm_eps=1e-5))
+    products.recode(layer.w13, *E4M3.empty(48, 4096, DEVICE))
+    launch_experts(dtype, 40, INT4)
+
+
+def launch_sampling() -> None:
+    ids = [torch.zeros(512, dtype=torch.int32) for _ in range(2)]
+    one = torch.zeros(1, dtype=torch.int32)
+    penalised = dict(temp=0, repeat_penalty=1.1)
+    # rows and logits of each: parts of 4096 have fewer logits than a program has threads
+    cases = [(1, 32000, more) for more in (dict(), penalised, dict(top_k=1000), dict(top_p=1))]
+    cases += [(1, 4096, dict()), (5, 32000, dict(top_k=0, top_p=1))]
+    for rows, V, settings in cases:
+        sampler = Sampler(DEVICE, Sampling(**settings))
+        kernels.fused.sample(torch.zeros(rows, V), *ids, one, sampler)
+
+
+def compile_kernels(arch: int) -> None:
+    """Compile every kernel for an architecture, to machine code that fits into shared memory."""
+    from tests.helpers import launch_training
+
+    compiled, waits_first, with_fp16_sums = set(), set(), set()
+
+    def start(kernel, grid, device, *arguments, **constants) -> None:
+        if arch == 89 and not re.search("native|e5m2", str(constants)):
+            return
+        binary, name = kernel.warmup(*arguments, grid=grid, **constants), kernel.__name__
+        ptx, shared, what = binary.asm["ptx"], binary.metadata.shared, (name, constants)
+        compiled.add(name)
+        assert binary.asm["cubin"] and shared <= ARCHITECTURES[arch] * 1024, (what, shared)
+        if name == "_hopper_attention_kernel":
+            assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
+        else:
+            assert ("griddepcontrol.wait" in ptx) == (arch >= 90), what
+        # The product with w13: launch.py says why it waits before it lets the next kernel start
+        if arch >= 90 and constants.get("SUMMED") == 1 and arguments[6] is not None:
+            order = re.findall(r"griddepcontrol\.(\w+)", ptx)
+            assert order == ["wait", "launch_dependents", "wait"], (order, what)
+            waits_first.add(name)
+        if constants.get("FP16_SUMS"):
+            with_fp16_sums.add(name)
+            fp16_sums = "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16"
+            assert arch >= 90 or fp16_sums in ptx, "sums in half precision are none"
+        if constants.get("PENALISE"):  # through memory, from thread to thread
+            accesses = re.findall(r"\b(ld\.global|st\.global|bar\.sync)", ptx)
+            unordered = re.findall("st.global ld.global", " ".join(accesses))
+            assert not unordered, "logits are read after they are written, without a barrier"
+
+    # Triton's cache on disk tells kernels apart by the functions that they call
+    others = replace(E4M3, values=fp8.native_values), products.STORE_ROWS._replace(prepare=None)
+    for one, other in zip((E4M3, products.STORE_ROWS), others):
+        assert one.cache_key != other.cache_key
+    as_if_on(arch)
+    launch.run_or_compile = hopper.run_or_compile = start
+    launch_attention(torch.float16)
+    launch_8_bit_floats()
+    if arch == 89:
+        assert "_vector_kernel" in compiled
+        return
+    launch_products(torch.float16)
+    launch_sampling()
+    launch_training(torch.float16, every_shape=arch == 80)
+    if arch == 80:
+        launch_formats()
+        launch_products(torch.bfloat16)
+        launch_training(torch.bfloat16, every_shape=True)
+    if arch in (80, 90):
+        launch_attention(torch.bfloat16)
+    modules = (kernels, products, attention, experts, sampling, exchange_module, training)
+    modules += (hopper,) if arch == 90 else ()
+    every = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
+    assert compiled == every, "one of the functions launch_... has to launch these as well"
+    assert with_fp16_sums == {"_attention_kernel"}
+    assert arch < 90 or waits_first == {"_vector_kernel", "stream_kernel"}
+
+
+def compile_in_processes() -> None:
+    """One for each architecture, which have in common what takes long to import."""
+    process_of = multiprocessing.get_context("fork").Process
+    processes = [process_of(target=compile_kernels, args=(arch,)) for arch in ARCHITECTURES]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    sys.exit(any(process.exitcode for process in processes))
+
+
+def test_kernels_compile():
+    """Each kernel that launch.json lets a card run, with its sizes where they decide how much shared
+    memory there has to be.
+
+    For sm_80: all kernels in fp16 and in bf16, and in fp16 all formats of weights. Elsewhere only
+    what the architecture may refuse: for 90 and 120 all kernels, since they wait for the kernel
+    before and pass through other stages of the compiler, and all that touches 8-bit floats, for
+    which they have instructions; for 90 also attention in bf16, since Hopper has other instructions
+    for products; for 89, which is like 80 otherwise, 8-bit floats. The formats of files decode by
+    instructions that all have. 86 runs the machine code of 80, which gets by with the shared memory
+    that 86 has."""
+    flags = {"COMPILES": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+    command = [
+        sys.executable,
+        "-c",
+        "from tests import test_compiled; test_compiled.compile_in_processes()",
+    ]
+    done = subprocess.run(command, cwd=HERE, env=os.environ | flags, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]

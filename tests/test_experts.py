@@ -1,0 +1,152 @@
+"""Tests of experts.py."""
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import experts
+import kernels
+import products
+from bits.int4 import INT4
+from cards import sizes as launch_sizes
+from formats import Matrix
+from fp8 import E4M3, E4M3_NATIVE, E5M2
+from tests.helpers import (
+    DEVICE,
+    INF,
+    NAN,
+    ONE_UNIT,
+    check_experts,
+    dense,
+    exchanges_of,
+    expert_arguments,
+    experts_errors,
+    needs_gpu,
+    nmse,
+    randn,
+    state_of_experts,
+)
+
+
+@pytest.mark.parametrize("T", [1, 5, 17])
+@pytest.mark.parametrize("dtype, form", [
+    (torch.float32, None), (torch.float16, None), (torch.bfloat16, None), (torch.float16, E4M3),
+    (torch.float16, E5M2), (torch.float16, INT4), (torch.float32, INT4),
+], ids=lambda value: getattr(value, "name", str(value)))  # fmt: skip
+def test_experts_equal_their_reference(dtype, form, T, guarded):
+    """One expert is chosen by every token, and one by none; tiles do not divide hidden sizes."""
+    shapes = [(7, 3, 96, 64), (5, 2, 256, 320)]
+    shapes += [(4, 3, 64, 1024)] if form is INT4 and T == 1 else []  # blocks of several experts
+    shapes += [(6, 1, 40, 52)] if form is None else []
+    for E, k, C, F in shapes:
+        x, layer, state = expert_arguments(T, E, k, C, F, dtype, form)
+        x[:, 0] = 3.0
+        layer.router.data[1, 0] = 30.0
+        layer.router.data[2, 0] = -30.0
+        check_experts((x, layer, state), dtype, form)
+    guarded()
+
+
+@pytest.mark.parametrize(
+    "sizes", [(16, 32, 16, 4, 1), (32, 64, 128, 2, 3), (128, 16, 32, 4, 2)], ids=str
+)
+def test_grouped_products_do_not_depend_on_launch_sizes(sizes, monkeypatch):
+    monkeypatch.setattr(experts, "grouped_sizes", lambda *_: launch_sizes.GroupedSizes(*sizes))
+    check_experts(expert_arguments(40, 5, 2, 72, 88, torch.float16), torch.float16, None)
+
+
+@needs_gpu
+@pytest.mark.parametrize("form", [E4M3, INT4], ids=lambda form: form.name)
+def test_8_bit_tensor_cores_multiply_a_prompt_with_experts(form):
+    """Activations, and the weights of INT4, are rounded to E4M3: see the test of dense products."""
+    if E4M3.on(DEVICE) is not E4M3_NATIVE:
+        pytest.skip("this GPU has none")
+    arguments = expert_arguments(80, 7, 3, 256, 320, torch.float16, form)
+    errors = experts_errors(arguments, torch.float16, "auto")
+    assert all(2.0**-14 < error < 2.0**-8 for error in errors), errors
+
+
+def test_many_slots_are_sorted():
+    """More than a program takes at once."""
+    T, E, k = 300, 20, 8
+    x, layer, state = expert_arguments(T, E, k, 16, 16)
+    routes = kernels.fused.route(x, layer, state)
+    ids = routes.ids.flatten()
+    assert torch.equal(routes.order, ids.sort(stable=True).indices.int())
+    assert torch.equal(routes.counts, ids.bincount(minlength=E).int())
+
+
+def test_norm_that_a_format_moves_and_the_router(monkeypatch):
+    """What fit_norm takes out of ffn_norm for w13, the router's logits get back."""
+    x, layer, state = expert_arguments(3, 5, 2, 64, 64, format=E4M3)
+    before = kernels.reference.route(x, layer, state)
+    layer.router_gain = products.fit_norm(layer.ffn_norm, layer.w13)
+    assert layer.router_gain < 1
+    for ops, rows in itertools.product((kernels.reference, kernels.fused), (3, 1)):
+        after = ops.route(x[:rows].contiguous(), layer, state)
+        assert torch.equal(after.ids, before.ids[:rows])
+        assert torch.allclose(after.weights, before.weights[:rows], rtol=1e-3)
+
+
+def test_exchange_of_experts():
+    """Two ranks in one process, with a share of each expert's hidden_dim."""
+    E, k, C, F, dtype = 5, 2, 72, 48, torch.float16
+    ids = torch.tensor([[3, 1]], dtype=torch.int32, device=DEVICE)
+    routes = experts.Routes(ids, torch.ones(1, k, device=DEVICE))
+    parts = [Matrix(randn(E * C, F, dtype=dtype, scale=0.1)) for _ in range(2)]
+    h = [randn(1, k, F, dtype=dtype) for _ in range(2)]
+    residual = randn(1, C, dtype=dtype)
+    exact = residual.float()
+    for part, mine in zip(parts, h):
+        kernels.linear_add_ref(mine.float(), dense(part), exact, routes)
+    exchanges = exchanges_of([[part] for part in parts])
+    stack = experts.slots_added(routes, residual)
+    for exchange, part, mine in zip(exchanges, parts, h):
+        exchange.send(products.Product("experts_linear_add", mine[0], part), stack)
+    for exchange, part in zip(exchanges, parts):
+        ours = exchange.add_received(part, residual.clone())
+        assert nmse(ours, exact) < ONE_UNIT[dtype]
+    term = torch.full((1, C), NAN, dtype=dtype, device=DEVICE)
+    kernels.fused.linear_store(h[0], parts[0], term, routes)
+    ours = kernels.reference.linear_store(h[0].float(), dense(parts[0]), term.float(), routes)
+    assert nmse(term, ours) < ONE_UNIT[dtype]
+
+
+def routes_of(logits: torch.Tensor, k: int, ops=kernels.fused, norm_topk=True):
+    """What a router picks whose logits, for T tokens, are these up to a factor."""
+    T, E = logits.shape
+    layer = SimpleNamespace(
+        ffn_norm=torch.ones(T, device=DEVICE),
+        router=Matrix((logits.t() / T**0.5).contiguous().to(DEVICE)),
+        router_gain=1.0,
+    )
+    return ops.route(torch.eye(T, device=DEVICE), layer, state_of_experts(k, norm_topk, eps=0.0))
+
+
+@pytest.mark.parametrize("ops", [kernels.reference, kernels.fused], ids=["torch", "triton"])
+@pytest.mark.parametrize("T", [1, 3, 20])
+def test_experts_that_tie_or_are_not_finite(ops, T):
+    """One of the tokens meets these logits, the others random ones."""
+    cases = {
+        (1, 1, 1, 1, 1): (0, 1, 2),
+        (0, 2, 1, 2, 2): (1, 3, 4),
+        (0, 2, 1, 2, 1): (1, 3, 2),
+        (NAN,) * 5: (0, 1, 2),
+    }
+    if T == 1:  # 0 * NaN would be NaN for the other tokens, too
+        cases[(-1, NAN, -2, NAN, -3)] = (0, 2, 4)
+        cases[(NAN, NAN, NAN, 5, NAN)] = (3, 0, 1)
+    for (logits, expected), norm_topk in itertools.product(cases.items(), (True, False)):
+        rows = torch.randn(T, 5)
+        rows[T // 2] = torch.tensor(logits)
+        if all(map(math.isnan, logits)):
+            rows *= NAN
+        routes = routes_of(rows, 3, ops, norm_topk)
+        assert tuple(routes.ids[T // 2].tolist()) == expected
+        shares = rows[T // 2].nan_to_num(-INF).softmax(0)[list(expected)]
+        if norm_topk:
+            shares /= shares.sum()
+        assert routes.weights[T // 2].cpu().allclose(shares, rtol=1e-3, equal_nan=True), logits

@@ -1,0 +1,198 @@
+"""Tests of sampling.py."""
+
+import functools
+import itertools
+import random
+from functools import partial
+
+import pytest
+import torch
+
+import kernels
+import sampling
+from model import BANNED
+from sampling import Sampler, Sampling
+from tests.helpers import DEVICE, INF, NAN, SEED
+
+NOTHING = torch.zeros(9, dtype=torch.int32)  # tokens before
+
+
+@functools.cache
+def sampler_of(ops) -> Sampler:
+    """One for all choices: what kernels leave in its memory must not change the next."""
+    return Sampler(DEVICE if ops == "fused" else torch.device("cpu"))
+
+
+def choose(logits: torch.Tensor, tokens: torch.Tensor, position: int, ops="reference", **settings):
+    """The tokens with the one that is chosen for the position or, for several rows of logits, those
+    that end there."""
+    sampler = sampler_of(ops)
+    sampler.set(Sampling(**settings))
+    device = sampler.seed.device
+    tokens, pos = tokens.to(device, copy=True), torch.tensor([position]).int().to(device)
+    host_tokens, rows = tokens.clone(), logits.view(-1, logits.shape[-1]).to(device, copy=True)
+    getattr(kernels, ops).sample(rows, tokens, host_tokens, pos, sampler)
+    assert logits.dim() > 1 or tokens[position] == host_tokens[position].clamp(min=0)
+    return host_tokens.tolist()
+
+
+def choose_alike(logits: torch.Tensor, tokens: torch.Tensor, position: int, **settings) -> int:
+    """What the reference chooses for the position, and the kernel, too."""
+    expected = choose(logits, tokens, position, **settings)
+    assert choose(logits, tokens, position, ops="fused", **settings) == expected, settings
+    return expected[position]
+
+
+OFF = dict(temp=1.0, top_k=0, top_p=1.0, min_p=0.0)
+
+
+def test_sampling_distribution_and_filters():
+    def draw(logits: torch.Tensor, count: int, **settings) -> torch.Tensor:
+        """How often each token is chosen, over many seeds."""
+        seeds = range(SEED, SEED + count)
+        drawn = [choose(logits, NOTHING, 0, **settings, seed=seed)[0] for seed in seeds]
+        return torch.bincount(torch.tensor(drawn), minlength=len(logits)) / count
+
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 2 + 2**-22])
+    for temp in (1e-50, 1e-9, 0.5, 2.0, 1e9, INF):
+        expected = ((logits.double() - logits.max()) / temp).softmax(0)
+        drawn = draw(logits, 1600, **OFF | dict(temp=temp))
+        assert (drawn - expected).abs().max() < 0.063, "5 sigma of so many draws"
+    logits = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03]).log()
+    kept = lambda logits=logits, **s: draw(logits, 600, **OFF | s).gt(0).tolist()
+    first = lambda n: [i < n for i in range(5)]
+    assert kept() == kept(top_k=-1) == first(5)
+    assert kept(top_k=2) == kept(top_p=0.6, temp=100.0) == first(2), "before the temperature"
+    assert kept(top_p=0.76) == kept(min_p=0.2) == first(3)
+    assert kept(top_p=0.0) == kept(temp=0.0) == first(1)
+    # equals at the edge are all kept
+    assert kept(torch.tensor([1.0] * 6 + [0.0] * 2), top_k=2, top_p=0.3) == [True] * 6 + [False] * 2
+    assert all(kept(torch.zeros(20), top_k=2))
+
+
+@pytest.mark.parametrize("name, taken, refused", [
+    ("temp", (0, INF), (-1e-9, NAN)), ("top_k", (-1, 10**300), (-2,)), ("top_p", (0, 1), (-1e-9, 1.1, NAN)),
+    ("min_p", (0, 1), (-1e-9, 1.1)), ("repeat_penalty", (0.01, 100), (0, 100.1)),
+    ("repeat_last_n", (-1, 0, 1 << 62), (-2,)), ("seed", (0, (1 << 63) - 1), (-1, 1 << 63)),
+])  # fmt: skip
+def test_settings_at_their_edges(name, taken, refused):
+    for value in taken:
+        assert getattr(Sampling(**{name: value}), name) == value
+        choose_alike(torch.randn(90), NOTHING, 5, **{name: value})
+    for value in refused:
+        said = f"^{name} is {value}; it must be (from .* to .*|.* or more)$"
+        with pytest.raises(ValueError, match=said):
+            Sampling(**{name: value})
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 5, 7, 8, -1, 1 << 40])
+def test_the_penalty_looks_back_its_window(window):
+    logits, limited = torch.full((20,), -20.0), 0 < window < 9
+    for high, back in itertools.product((2.0, -1.0), (window, window + 1) if limited else (1, 12)):
+        logits[3], logits[4], expected = high, high - 0.5, 3 if back == window + 1 else 4
+        tokens = torch.full((16,), 5, dtype=torch.int32)  # token 3 that far back, token 5 elsewhere
+        tokens[12 - back] = 3
+        settings = dict(repeat_penalty=2.0, repeat_last_n=window)
+        assert choose_alike(logits, tokens, 12, temp=0, **settings) == expected
+        assert choose_alike(logits, tokens, 12, top_k=0, temp=1e-9, **settings) == expected
+        assert choose_alike(logits, tokens, 12, temp=0, repeat_last_n=window) == 3, "no penalty"
+        # more than are read at a time
+        beyond = torch.cat((tokens, torch.full((1500,), 5, dtype=torch.int32)))
+        assert choose_alike(logits, beyond, 1510, temp=0, **settings) == (3 if limited else 4)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_logits_not_finite(bad):
+    logits = torch.randn(2500)
+    logits[2000] = bad
+    for settings in (dict(), dict(top_k=0), dict(top_k=200), dict(temp=0), dict(top_k=0, top_p=1)):
+        assert choose_alike(logits, NOTHING, 0, **settings) == -1
+
+
+def few_above_equals(V: int, height: float, many: int) -> torch.Tensor:
+    logits, places = torch.full((V,), -5.0), torch.randperm(V)
+    logits[places[:7]], logits[places[7 : 7 + min(V - 10, many)]] = height + torch.rand(7), 1.0
+    return logits
+
+
+KINDS_OF_LOGITS = {
+    "normal": lambda V: 3 * torch.randn(V),
+    "flat": lambda V: 0.03 * torch.randn(V),
+    "equal": torch.zeros,
+    "rounded": lambda V: (3 * torch.randn(V)).round(),
+    "one above the others": lambda V: (3e-5 * torch.randn(V)).index_fill(0, torch.tensor(7), 2.0),
+    "near zero": lambda V: 3 * torch.randn(V) * torch.rand(V) ** 20,
+    "banned": lambda V: (3 * torch.randn(V)).index_fill(0, torch.arange(V // 4), BANNED),
+    "few above equals": partial(few_above_equals, height=2.0, many=90),
+    "few above many equals": partial(few_above_equals, height=4.5, many=2500),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_LOGITS)
+def test_sampling_equals_the_reference(kind):
+    choices = dict(
+        temp=(0, 1e-50, 1e-30, 1e-9, 0.7, 1.5, 1e6, INF),
+        top_k=(-1, 0, 1, 5, 12, 40, 65, 80, 1099, 5000, 10**300),
+        top_p=(0.0, 1e-9, 0.5, 0.97, 1.0), min_p=(0, 0.05, 0.5),
+        repeat_penalty=(1.0, 1.2), repeat_last_n=(-1, 0, 7, 64),
+    )  # fmt: skip
+    # top-k of as many as there are parts, each as likely as the others; the equals that top-k keeps
+    # count for top-p
+    cases = [(V, dict(top_k=k, top_p=1.0, min_p=0, temp=1e6)) for V, k in ((1100, 5), (3000, 12))]
+    cases += [(V, dict(top_k=40, top_p=0.5, min_p=0, temp=1.5)) for V in (100, 300, 3000, 5000)]
+    # top-p with more equals than a chunk holds, which it takes or leaves; all are then as likely
+    equals = dict(top_k=40, min_p=0, temp=1e6)
+    cases += [(5000, dict(top_p=p, **equals)) for p in (0.05, 0.08, 0.11, 0.14, 0.17)]
+    # from several parts: the largest; any
+    cases += [(5000, OFF | dict(temp=temp)) for temp in (0, 1)]
+    for _ in range(8):
+        settings = {name: random.choice(values) for name, values in choices.items()}
+        cases.append((random.choice((17, 300, 1100, 3000, 5000)), settings))
+    for V, settings in cases:
+        logits, tokens = KINDS_OF_LOGITS[kind](V), torch.randint(0, V, (64,), dtype=torch.int32)
+        position, seed = random.choice((0, 1, 20, 50)), random.randrange(1 << 63)
+        choose_alike(logits, tokens, position, **settings, seed=seed)
+
+
+def test_drawing_where_all_scores_are_negative():
+    """As they are where the noise of the best token is, whose score is nothing else."""
+    logits = torch.zeros(300).index_fill(0, torch.tensor(7), 40.0)
+    tokens = torch.zeros(8, dtype=torch.int32)
+    for position in range(8):
+        choose_alike(logits, tokens, position, **OFF, seed=3)
+
+
+@pytest.mark.parametrize("top_p", [1e-9, 0.5, 0.999999, 1.0])
+@pytest.mark.parametrize("top_k", [0, 129, 1099, 1100])
+def test_thresholds_found_by_sorting(top_k, top_p):
+    V, settings = 1100, dict(top_k=top_k, top_p=top_p, min_p=0, temp=3, seed=SEED)
+    sorts = Sampler(DEVICE, Sampling(**settings)).switches(V).sorts
+    assert sorts == (top_p < 1 or 0 < top_k < V)
+    kinds = ("normal", "equal", "rounded", "few above equals")
+    choose_alike(torch.stack([KINDS_OF_LOGITS[kind](V) for kind in kinds]), NOTHING, 4, **settings)
+
+
+def test_the_lowest_logit_that_sorting_keeps():
+    logits = torch.tensor([[0.5, 0.25, 0.15, 0.07, 0.03], [0.05, 0.4, 0.4, 0.1, 0.05]]).log()
+    floors = torch.empty(2)
+    for top_k, top_p, places in (
+        (0, 0.0, (0, 1)), (0, 0.49, (0, 1)), (0, 0.51, (1, 1)), (0, 0.79, (2, 1)), (0, 0.81, (2, 3)),
+        (0, 0.98, (4, 0)), (1, 1.0, (0, 1)), (2, 1.0, (1, 1)), (3, 1.0, (2, 3)), (4, 1.0, (3, 0)),
+        # the equals that top-k keeps count for top-p
+        (3, 0.8, (1, 1)), (1, 0.6, (0, 1)), (4, 0.89, (2, 3)), (4, 0.93, (3, 0)),
+    ):  # fmt: skip
+        sampler = Sampler(torch.device("cpu"), Sampling(top_k=top_k, top_p=top_p))
+        sampling._find_floors(logits, sampler.numbers, sampler.switches(5), floors)
+        assert floors.tolist() == [logits[0, places[0]], logits[1, places[1]]], (top_k, top_p)
+
+
+def test_rows_are_sampled_as_single_tokens_are():
+    tokens, penalty = torch.randint(0, 2000, (40,), dtype=torch.int32), dict(repeat_penalty=1.3)
+    others = dict(temp=0), dict(top_k=0, **penalty), dict(top_k=0, top_p=1), penalty
+    for settings in (dict(seed=3), *others):
+        logits = 3 * torch.randn(5, 2000)
+        logits[3, 7] = torch.nan
+        choose_alike(logits, tokens, 30, **settings)
+        chosen = choose(logits, tokens, 30, **settings)
+        assert chosen[29] == -1
+        assert chosen[28] == choose(logits[2], tokens, 28, **settings)[28]

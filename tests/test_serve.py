@@ -1,0 +1,547 @@
+"""Tests of serve.py: a real server, asked as clients do."""
+
+import http.client
+import json
+import os
+import random
+import re
+import select
+import signal
+import socket
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import serve
+from session import Session
+from talk import cli as cli_module
+from talk.openai import UNSUPPORTED, APIError, CompletionRequest, parse_request
+from tests.helpers import (
+    CHATS,
+    FOX,
+    PATIENCE,
+    TALES,
+    TEXTS_AT,
+    Server,
+    assert_refused,
+    caller,
+    fails,
+    free_port,
+)
+from tokenizer import Tokenizer
+
+
+def test_serve_writes_what_run_py_writes(server, cli):
+    flags = ("-m", TALES, "-n", 12, "-s", 7, "--top-p", 0.9, "--quiet")
+    sampled = dict(temperature=0.8, top_p=0.9, seed=7)
+    text = server.complete(**sampled)["text"]
+    plain = cli(*flags, "-p", "Once upon a time", "--temp", 0.8, "--no-display-prompt")
+    assert plain == (0, text + "\n", "")
+    message = server.chat(**sampled)["message"]
+    said = cli(*flags, "--chat", "-p", FOX[0]["content"], "--temp", 0.8)[1]
+    assert said == message["content"] + "\n" and message["role"] == "assistant"
+    texts = [server.complete(temperature=1.5, seed=seed)["text"] for seed in (0, 0, None, -1, 1)]
+    assert texts[0] == texts[1] and len({*texts}) == 4, "a seed, also 0, is random unless given"
+
+
+def test_serve_counts_and_reuses(server):
+    """After an answer all but its last token is in the cache, and so is a prompt that was the one
+    before."""
+    turns, cached = [*FOX], None
+    for _ in range(3):
+        answer = server.chat(turns)
+        usage = answer["usage"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + 12
+        assert usage["completion_tokens"] == 12 and answer["finish_reason"] == "length"
+        assert cached in (None, usage["prompt_tokens_details"]["cached_tokens"])
+        cached = usage["total_tokens"] - 1
+        turns += [answer["message"], {"role": "user", "content": "And then?"}]
+    ids = Tokenizer(TALES).encode("Once upon a time")
+    assert server.complete(max_tokens=0)["text"] == ""
+    usage = server.complete()["usage"]
+    assert (usage["prompt_tokens"], usage["total_tokens"]) == (len(ids), len(ids) + 12)
+    assert usage["prompt_tokens_details"] == {"cached_tokens": len(ids)}
+    text = server.complete()["text"]
+    assert server.complete(echo=True)["text"] == "Once upon a time" + text
+    assert server.complete(ids, echo=True)["text"] == "Once upon a time" + text
+    assert server.complete([ids])["text"] == text
+    full = server.complete([1] * 1020, max_tokens=-1, ignore_eos=True)
+    assert (full["usage"]["completion_tokens"], full["finish_reason"]) == (4, "length")
+
+
+def test_serve_streams_the_same_text(server):
+    chunks = server.stream(CHATS, messages=FOX)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+    said = "".join(choice["delta"].get("content", "") for choice in choices)
+    assert said == server.chat()["message"]["content"]
+    heads = {(chunk["id"], chunk["object"], chunk["model"]) for chunk in chunks}
+    assert heads == {(chunks[0]["id"], "chat.completion.chunk", "tales")}
+    assert [choice["finish_reason"] for choice in choices] == [None] * 13 + ["length"]
+    counting = dict(prompt="Once", stream_options={"include_usage": True})
+    *_, end, usage = server.stream(TEXTS_AT, **counting)
+    assert end["usage"] is None and usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 12
+    # what may begin a stop string is held back until the end of the text
+    whole = server.complete()["text"]
+    chunks = server.stream(TEXTS_AT, prompt="Once upon a time", stop=f"{whole[-4:]}@", echo=True)
+    assert "".join(c["choices"][0]["text"] for c in chunks) == "Once upon a time" + whole
+    word = whole.split()[3]
+    for stop in word, ["@", word]:
+        answer = server.complete(stop=stop)
+        assert answer["text"] == whole[: whole.index(word)] and answer["finish_reason"] == "stop"
+    answer = server.begin(body=dict(prompt="Once", stream=True, max_tokens=200)).getresponse()
+    times = [time.monotonic() for line in answer if line.startswith(b"data")]
+    late = "parts of a stream come together at its end: send each when it is written"
+    assert times[100] - times[0] > 0.2 * (times[-1] - times[0]) > 0, late
+
+
+def test_serve_logprobs(server):
+    plain = dict(repeat_penalty=1)  # so that the most probable token is chosen
+    content = server.chat(**plain, logprobs=True, top_logprobs=2)["logprobs"]["content"]
+    tokens = "".join(entry["token"] for entry in content)
+    assert tokens == " " + server.chat(**plain)["message"]["content"]
+    for entry in content:
+        first = entry["top_logprobs"][0]
+        assert bytes(entry["bytes"]).decode() == entry["token"] == first["token"], "greedy"
+        assert entry["logprob"] == first["logprob"] and len(entry["top_logprobs"]) == 2
+    told = server.complete(**plain, logprobs=1)["logprobs"]
+    text = server.complete(**plain)["text"]
+    assert len(told["tokens"]) == 12 and list(map(max, told["top_logprobs"])) == told["tokens"]
+    for token, offset in zip(told["tokens"], told["text_offset"]):
+        assert text[offset:].startswith(token)
+    streamed = server.stream(TEXTS_AT, prompt="Once upon a time", logprobs=1, **plain)
+    seen = [chunk["choices"][0]["logprobs"]["token_logprobs"][0] for chunk in streamed[:-1]]
+    assert seen == pytest.approx(told["token_logprobs"], abs=0.1), "in bf16"
+    echoed = server.complete(**plain, logprobs=1, echo=True)
+    scores = echoed["logprobs"]
+    assert echoed["text"] == "Once upon a time" + text and scores["tokens"][-12:] == told["tokens"]
+    assert scores["token_logprobs"][0] is scores["top_logprobs"][0] is None
+    assert scores["token_logprobs"][-12:] == pytest.approx(told["token_logprobs"], abs=0.1)
+    for token, offset in list(zip(scores["tokens"], scores["text_offset"]))[2:]:
+        assert echoed["text"][offset:].startswith(token)
+    assert echoed["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    ids = [1, 300, 400, 500]
+    scored = server.complete(ids, logprobs=0, echo=True, max_tokens=0)["logprobs"]
+    assert len(scored["tokens"]) == len(ids) and scored["top_logprobs"] is None
+    first, *streamed = server.stream("/v1/completions", prompt=ids, logprobs=1, echo=True)
+    assert first["choices"][0]["logprobs"]["token_logprobs"] == scored["token_logprobs"]
+    assert len(streamed) == 13
+    # as a prompt's, tokens have the scores that they had when they were generated
+    again = server.complete("Once upon a time" + text, logprobs=0, echo=True, max_tokens=0)
+    assert again["logprobs"]["tokens"] == scores["tokens"]
+    seen = again["logprobs"]["token_logprobs"][1:]
+    assert seen == pytest.approx(scores["token_logprobs"][1:], abs=0.1), "in bf16"
+    told = server.complete(**plain, logprobs=0, stop=text.split()[2])["logprobs"]
+    assert told["top_logprobs"] is None and len(told["tokens"]) < 5, "without the stop string's"
+
+
+def test_serve_messages(server):
+    parts = [{"type": "text", "text": FOX[0]["content"]}]
+    same = server.chat()["message"]
+    assert server.chat([{"role": "user", "content": parts}])["message"] == same
+    for nothing in "", None, []:
+        assert server.chat([*FOX, {"role": "assistant", "content": nothing}])["message"] == same
+    begun = {"role": "assistant", "content": same["content"][:30]}
+    rest = server.chat([*FOX, begun], max_tokens=4)["message"]["content"]
+    assert (begun["content"] + rest).startswith(same["content"][:33])
+    begun["content"] = same["content"][: same["content"].index(" ", 10) + 1]
+    rest = server.chat([*FOX, begun], max_tokens=2)["message"]["content"]
+    assert same["content"].startswith(begun["content"] + rest), "no second space"
+    brief = "Be brief."
+    for role in "system", "developer":
+        asked = server.chat([{"role": role, "content": brief}, *FOX])["usage"]["prompt_tokens"]
+        assert asked > server.chat()["usage"]["prompt_tokens"] + 3
+    body = dict(messages=[*FOX, {"role": "system", "content": brief}])
+    status, _, answer = server.ask(CHATS, body)
+    assert status == 400 and "no place for this system message" in answer["error"]["message"]
+    status, _, answer = server.ask(CHATS, dict(messages=[{"role": "assistant", "content": " "}]))
+    assert status == 400 and "there is no message to answer" in answer["error"]["message"]
+
+
+SAYS_NOTHING = dict(
+    frequency_penalty=0.0, stop=None, max_tokens=None, stream=None, logprobs=None, model="any",
+    stream_options={"include_usage": None}, user="me", unknown=[1], metadata={"a": "b"}, store=True,
+    service_tier="auto", parallel_tool_calls=False, cache_prompt=True, dry_base=1.75, mirostat_tau=5,
+)  # fmt: skip
+AT_ITS_END = dict(  # the least and the most that a field may be, and whole numbers as floats
+    max_tokens=[-1, 0, 2.0, (1 << 31) - 1], temperature=[0, 1e9], top_p=[0, 1], min_p=[0, 1],
+    top_k=[-1, 0, 3.0, (1 << 31) - 1], repeat_penalty=[0.01, 100], repeat_last_n=[-1, 0, 2**31 - 1],
+    seed=[-(1 << 63), -2, -1, 0, 5.0, 1 << 64], stop=["", [], ["a"] * 1024, "x" * 5000],
+    ignore_eos=[True, False], logprobs=[False, True, 0, 20], n=[1.0], logit_bias=[[]],
+)  # fmt: skip
+WRONG_FIELDS = dict(
+    model=[5], max_tokens=["5", 1.5, True, -2, 1 << 31], max_completion_tokens=[[]],
+    temperature=["hot", -1, True, {}, 1.1e9, 10**400], top_p=[1.01, -0.01, "x"],
+    top_k=[-2, 0.5, 1 << 31], min_p=[1.01, -0.01], repeat_penalty=[0.009, 100.1, "x"],
+    repeat_last_n=[-2, 1 << 31], seed=["x", True, 0.5],
+    stop=[5, [5], {}, ["a"] * 1025, [None]], stream=[1, "yes"],
+    stream_options=[5, {"include_usage": 1}],
+    temp=[-1], repetition_penalty=["x"],
+    **{name: [3, "x", [{}], {"x": 1}] for name in UNSUPPORTED.keys() - CompletionRequest.names()},
+)  # fmt: skip
+WRONG_OF = {  # of one kind of request only
+    CHATS: dict(logprobs=[1, "x"], top_logprobs=[21, -1, True, 1], messages=[[], "x", {}]),
+    TEXTS_AT: dict(
+        logprobs=["x", 21, -1], echo=[1], prompt=[5, [], ["a", "b"], [[]], [1.5], {}, [True]]
+    ),
+}
+
+
+def test_serve_accepts_what_says_nothing_and_the_ends_of_ranges(server):
+    same = server.chat()["message"]
+    nothing = SAYS_NOTHING | {name: values[0] for name, values in UNSUPPORTED.items()}
+    nothing |= dict(max_completion_tokens=12)
+    assert server.chat(**nothing)["message"] == same
+    assert server.complete(**nothing)["text"] == server.complete()["text"]
+    for name, value in [(name, value) for name, values in AT_ITS_END.items() for value in values]:
+        fields = dict(max_tokens=2) if name != "max_tokens" else dict(stop=[" "])
+        assert server.complete(**fields | {name: value})["usage"]["completion_tokens"] < 9, name
+    assert server.ask(TEXTS_AT, dict(prompt="a", n_predict=3))[2]["usage"]["completion_tokens"] == 3
+    told = [server.complete(logprobs=k)["logprobs"] for k in (False, True)]
+    assert told[0] is None and len(told[1]["top_logprobs"]) == 12
+    sampled = [server.complete(temperature=1.5, seed=seed)["text"] for seed in (-2, -2, -3)]
+    assert sampled[0] == sampled[1] != sampled[2]
+    names = "repeat_penalty", "repetition_penalty"
+    penalised = [server.complete(**{name: 2})["text"] for name in names]
+    assert penalised[0] == penalised[1] != server.complete()["text"]
+
+
+def test_a_request_refuses_no_field_that_it_has():
+    """What a sampler learns need not be taken out of UNSUPPORTED."""
+
+    class WithGrammar(CompletionRequest):
+        grammar: str = ""
+
+    body = b'{"prompt": "a", "grammar": "x"}'
+    assert parse_request(body, WithGrammar).grammar == "x"
+    with pytest.raises(APIError, match='grammar must be absent or ""'):
+        parse_request(body, CompletionRequest)
+    for name, value in ("n", b"true"), ("min_tokens", b"false"):
+        body = b'{"prompt": "a", "%s": %s}' % (name.encode(), value)
+        with pytest.raises(APIError, match=f"{name} must be absent or"):
+            parse_request(body, CompletionRequest)
+
+
+def test_serve_refuses_wrong_fields(server):
+    good = dict(prompt="a", messages=FOX, max_tokens=1)
+    for path, more in WRONG_OF.items():
+        wrong = [(name, v) for name, values in (WRONG_FIELDS | more).items() for v in values]
+        for name, value in wrong:
+            status, _, answer = server.ask(path, good | {name: value})
+            assert status == 400 and answer["error"]["param"] == name, (path, name, value)
+            assert name in answer["error"]["message"] and answer["error"]["code"] == "invalid"
+    user = FOX[0]
+    for message in (
+        "x", {}, {"role": "user"}, {"content": "x"}, {"role": 5, "content": "x"},
+        user | {"role": "tool"}, user | {"content": 5}, user | {"content": {}},
+        user | {"content": [{"type": "image_url", "image_url": {}}]}, user | {"tool_calls": [1]},
+        user | {"content": [{"type": "text"}]}, user | {"content": ["x"]},
+    ):  # fmt: skip
+        status, _, answer = server.ask(CHATS, dict(messages=[user, message]))
+        assert status == 400 and answer["error"]["param"].startswith("messages[1]")
+    for path, fields, said in (
+        (CHATS, {"messages": [user | {"content": [{"type": "image_url"}]}]},
+         "messages[0].content: must be a string, or a list of parts of the type text: only text"),
+        (CHATS, {"messages": [user | {"tool_calls": [1]}]}, "tools are not supported"),
+        (TEXTS_AT, {"prompt": ["a", "b"]}, "prompt: must be one prompt: a string, or a list of ids"),
+        (TEXTS_AT, {"prompt": "a", "stop": 5}, "stop: must be a string, or a list of at most 1024"),
+        (TEXTS_AT, {"prompt": "a", "logprobs": 21}, "logprobs: must be from 0 to 20, or true"),
+    ):  # fmt: skip
+        message = server.ask(path, fields)[2]["error"]["message"]
+        assert said in message and "Input should be" not in message
+
+
+def test_serve_refuses_wrong_bodies(server):
+    """A body may have 8 MiB, and not a byte more."""
+    surrogate = b'{"prompt": "a\\ud800"}'
+    deep = b'{"prompt": ' + b"[" * 200_000
+    for body in b"", b"{", b"[]", b"5", b"\xff\xfe{}", b"{}", surrogate, deep, b"9" * 5000:
+        status, _, answer = server.ask(TEXTS_AT, body)
+        assert status == 400 and answer["error"]["message"], body[:30]
+    for prompt in "tale " * 2000, [1] * 2000:
+        status, _, answer = server.ask(TEXTS_AT, dict(prompt=prompt))
+        error = answer["error"]
+        assert status == 400 and error["code"] == "context_length_exceeded"
+        assert re.search(r" 200\d tokens; the context holds 1024 \(ctx_size\)$", error["message"])
+    assert server.ask(TEXTS_AT, dict(prompt=[1, 99999]))[0] == 400
+    largest = b'{"prompt": "a", "max_tokens": 1}'.ljust(8 << 20)
+    assert server.ask(TEXTS_AT, largest)[0] == 200
+    in_chunks = (largest[i : i + 65536] for i in range(0, len(largest), 65536))
+    assert server.begin(TEXTS_AT, in_chunks).getresponse().status == 200
+    status, _, answer = server.ask(TEXTS_AT, largest + b" ")
+    assert status == 413 and answer["error"]["code"] == "too_large"
+    endless = (b" " * 65536 for _ in range(140))
+    assert server.begin(TEXTS_AT, endless).getresponse().status == 413
+    announced = server.connect()
+    announced.putrequest("POST", TEXTS_AT)
+    announced.putheader("Content-Length", 1 << 40)
+    announced.endheaders()
+    assert announced.getresponse().status == 413, "before it comes"
+
+
+def test_serve_paths(server):
+    model = {"id": "tales", "object": "model", "created": 0, "owned_by": "fused-llama"}
+    model |= {"context_length": 1024, "max_model_len": 1024}
+    origin = "http://localhost:3000"
+    for method, path, status, expected in (
+        ("GET", "/health", 200, {"status": "ok"}), ("GET", "/v1/models", 200, {"object": "list"}),
+        ("GET", "/v1/health", 200, {"status": "ok"}), ("GET", "/models", 200, {"data": [model]}),
+        ("GET", "/nothing", 404, {}), ("GET", "/v1/completions", 405, {}),
+        ("DELETE", "/v1/models", 405, {}), ("HEAD", "/v1/models", 200, None),
+        ("HEAD", "/v1/completions", 405, None), ("GET", "/v1/models/tales", 200, model),
+        ("GET", "/v1/models/other", 404, {}), ("GET", "/models/a/b%7B", 404, {}),
+    ):  # fmt: skip
+        got, headers, answer = server.ask(path, method=method, Origin=origin)
+        assert (got, headers["access-control-allow-origin"]) == (status, origin), path
+        if status >= 400 and answer:
+            assert answer["error"].keys() >= {"message", "type", "code"}
+        elif expected:
+            assert expected.items() <= answer.items()
+    fields = dict(messages=FOX, prompt="a", max_tokens=2)
+    for path in "/chat/completions", "/completions":
+        assert server.ask(path, fields)[0] == 200, "as with /v1"
+    connection = server.connect()
+    connection.connect()
+    socket_used = connection.sock
+    for _ in range(3):
+        connection.request("GET", "/v1/models")
+        assert connection.getresponse().read() and connection.sock is socket_used, "kept alive"
+
+
+def test_serve_tokens_of_a_text(server):
+    """As llama.cpp's server tells them; nothing that is cached goes."""
+    ids = Tokenizer(TALES).encode("Once upon a time")
+    used = server.complete(max_tokens=0)["usage"]
+    for add_special in False, True:
+        fields = dict(content="Once upon a time", add_special=add_special)
+        told = server.ask("/tokenize", fields)[2]["tokens"]
+        assert told == (ids if add_special else ids[1:])
+        for path in "/detokenize", "/v1/detokenize":
+            assert server.ask(path, {"tokens": told})[2] == {"content": "Once upon a time"}
+    cached = server.complete(max_tokens=0)["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == used["prompt_tokens"]
+    for path, wrong, name in (
+        ("/tokenize", {}, "content"), ("/tokenize", {"content": 5}, "content"),
+        ("/detokenize", {"tokens": "a"}, "tokens"), ("/detokenize", {"tokens": [1.5]}, "tokens"),
+    ):  # fmt: skip
+        status, _, answer = server.ask(path, wrong)
+        assert status == 400 and answer["error"]["param"] == name
+
+
+def test_serve_origins_and_keys(server, tiny):
+    asks = {"Access_Control_Request_Method": "POST"}
+    asks["Access_Control_Request_Headers"] = "authorization,content-type"
+    allowed = {
+        "http://localhost": True, "https://127.0.0.1:5173": True, "https://example.org": True,
+        "https://example.com": False, "http://localhost.evil": False, "null": False,
+    }  # fmt: skip
+    for origin, is_allowed in allowed.items():
+        status, headers, _ = server.ask("/v1/models", method="OPTIONS", Origin=origin, **asks)
+        assert (status == 200) == is_allowed
+        status, headers, answer = server.ask(TEXTS_AT, b"{", Origin=origin)
+        assert headers["access-control-allow-origin"] == (origin if is_allowed else None)
+        refused = (403, "origin_not_allowed")  # and generates nothing
+        expected = (400, "invalid") if is_allowed else refused
+        assert (status, answer["error"]["code"]) == expected, origin
+    local = dict(method="GET", Origin="http://localhost")
+    with Server("-m", tiny, "--api-key", "żaba", "--queue", 0) as keyed:
+        for path in "/v1/models", "/nothing":
+            for wrong in {}, {"Authorization": "Bearer x"}, {"Authorization": "żaba".encode()}:
+                status, headers, answer = keyed.ask(path, **local, **wrong)
+                assert status == 401 and answer["error"]["code"] == "invalid_api_key"
+                assert headers["access-control-allow-origin"] == local["Origin"]
+                assert headers["www-authenticate"] == "Bearer"
+        key = dict(Authorization="Bearer żaba".encode())
+        assert keyed.ask("/v1/models", method="GET", **key)[0] == 200
+        assert keyed.ask("/health", method="GET")[0] == 200
+        preflight = asks | dict(Origin="http://localhost")
+        assert keyed.ask("/v1/models", method="OPTIONS", **preflight)[0] == 200
+        # of a queue of 0, one text is written and none waits
+        busy = keyed.begin(body=LONG | dict(stream=True), **key)
+        assert busy.getresponse().readline().startswith(b"data")
+        assert keyed.ask(TEXTS_AT, LONG, **key)[0] == 503
+        busy.close()
+        keyed.process.send_signal(signal.SIGINT)
+        assert keyed.process.wait(PATIENCE) == 130
+
+
+LONG = dict(prompt="Once upon a time", max_tokens=900, ignore_eos=True, temperature=0)
+
+
+def eventually(condition) -> bool:
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_serve_clients_that_leave_and_wait(server):
+    """At most one waits; those who leave make way, also while they wait."""
+    said = server.complete()["text"]
+    running = server.begin(body=LONG | dict(stream=True))
+    assert running.getresponse().readline().startswith(b"data")
+    waiting = server.begin(body=LONG)
+    time.sleep(0.2)
+    status, headers, answer = server.ask(TEXTS_AT, LONG)
+    assert (status, headers["retry-after"]) == (503, "2")
+    assert answer["error"]["code"] == "queue_full"
+    assert answer["error"]["message"] == "the server is busy, and its queue of 1 is full"
+    assert server.ask("/health", method="GET")[0] == 200, "while a text is written"
+    waiting.close()
+    second = server.begin(body=dict(prompt="Once upon a time", max_tokens=12, temperature=0))
+
+    def waits() -> bool:
+        nonlocal second
+        if not select.select([second.sock], [], [], 0.2)[0]:
+            return True
+        second = server.begin(body=dict(prompt="Once upon a time", max_tokens=12, temperature=0))
+        return False
+
+    assert eventually(waits), "the place of the client that has left"
+    start = time.monotonic()
+    running.close()
+    assert json.loads(second.getresponse().read())["choices"][0]["text"] == said
+    whole = server.begin(body=LONG)  # without a stream
+    time.sleep(0.1)
+    whole.close()
+    truncated = server.connect()
+    truncated.connect()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
+    truncated.sock.sendall(head)
+    assert server.complete()["text"] == said
+    assert time.monotonic() - start < 5, "and not the long texts"
+    truncated.close()
+
+
+def test_serve_many_at_once(server):
+    """Half of them leave midway; the others get their text, or 503."""
+    said = [server.complete()["text"], server.chat()["message"]]
+    rss = lambda: int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1]) * 4096
+
+    def one(i: int):
+        if i % 2:
+            client = server.begin(body=LONG | dict(stream=i % 4 == 1))
+            time.sleep(random.random() / 5)
+            client.close()
+        else:
+            fields = dict(prompt="The fox", max_tokens=5, stream=i % 4 == 0)
+            assert server.ask(TEXTS_AT, fields)[0] in (200, 503)
+
+    before = rss()
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(one, range(60)))
+    one_token = dict(prompt="a", max_tokens=1)
+    assert eventually(lambda: server.ask(TEXTS_AT, one_token)[0] == 200), "no text after 20 s"
+    assert [server.complete()["text"], server.chat()["message"]] == said
+    assert rss() < before + 100e6, "100 MB more than before: what keeps requests that have ended?"
+
+
+def test_serve_ends_at_once():
+    """In the middle of a text, and nobody takes what there is of it for the whole."""
+    with Server("-m", TALES) as served:
+        answer = served.begin(body=LONG | dict(stream=True)).getresponse()
+        answer.readline()
+        start = time.monotonic()
+        served.process.send_signal(signal.SIGINT)
+        assert served.process.wait(PATIENCE) == 130 and time.monotonic() - start < 1
+        with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+            answer.read()
+        assert eventually(lambda: not served.reader.is_alive()), "no other process has its stderr"
+        assert len(served.lines) == 4
+
+
+def test_serve_ends_if_nobody_can_be_answered():
+    with Server("-m", TALES) as served:
+        front = Path(f"/proc/{served.process.pid}/task/{served.process.pid}/children").read_text()
+        os.kill(int(front), signal.SIGKILL)
+        assert served.process.wait(PATIENCE) == 1
+    assert served.lines[3:] == ["error: the process that answers clients has ended\n"]
+
+
+def test_serve_goes_on_after_an_error(tiny, monkeypatch, capfd):
+    """Whoever asked is told, and of what was evaluated until then nothing is reused."""
+    session, link = Session(tiny, dtype="fp32", device="cpu"), serve.Link()
+    fields = dict(prompt="Once upon a time", max_tokens=4, temperature=0, ignore_eos=True)
+
+    def answer(debug=False, **more) -> list[serve.Part]:
+        body = json.dumps(fields | more).encode()
+        request = parse_request(body, CompletionRequest)
+        sent = []
+        link.pipe = SimpleNamespace(recv=lambda: request, send=sent.append)
+        serve.write_next(session, "tiny", link, debug)
+        assert [part.last for part in sent] == [False] * (len(sent) - 1) + [True]
+        return sent
+
+    [said] = answer()
+    text = json.loads(said.body)["choices"][0]["text"]
+    for kind in RuntimeError, ValueError, OSError:
+        with monkeypatch.context() as patch:
+            patch.setattr(session.model, "step", fails(kind("broken")))
+            begun, error = answer(stream=True, echo=True)
+            assert begun.status == 200 and b"Once upon a time" in begun.body
+            assert error.body.startswith(b'data: {"error":{"message":"broken"')
+            assert session.state.pos == 0
+            [error] = answer()
+            assert error.status == 500 and json.loads(error.body)["error"]["code"] == "failed"
+            assert session.state.pos == 0
+            assert capfd.readouterr().err == "error: broken\n" * 2
+            answer(debug=True)
+            assert re.match(
+                rf"Traceback .*\n{kind.__name__}: broken\n$", capfd.readouterr().err, re.DOTALL
+            )
+        assert json.loads(answer()[0].body)["choices"][0]["text"] == text and len(text) > 4
+    [error] = answer(prompt="tale " * 2000)
+    assert error.status == 400 and session.state.pos > 0, "what is cached stays"
+    assert capfd.readouterr().err == ""
+
+
+def test_serve_refuses_to_start(monkeypatch, capfd, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        call = caller(serve.main, monkeypatch, capfd, "--device", "cpu")
+        result = call("--port", port)
+        assert_refused(result, f"cannot listen on 127.0.0.1, port {port}: Address already in use\n")
+    empty = "-m, --host or --api-key is empty"
+    for flags, said in (
+        (["--api-key="], empty), (["--host="], empty), (["-m", ""], empty),
+        (["--port", 65536], "65536: must be from 0 to 65,535"), (["--port", -1], "--port"),
+        (["--queue", -1], "--queue"), (["--queue", 10_001], "must be from 0 to 10,000"),
+        (["--fp8", "--int4"], "both say how"), (["--temp", -1], "--temp"), (["-n", 5], "unknown flag -n (see --help)"),
+    ):  # fmt: skip
+        assert_refused(call(*flags), said, code=2)
+    args = serve.parse_args("--queue 10000 --port 65535 --temp 0.5".split())
+    assert args.queue == 10_000 and cli_module.sampling_flags(args) == {"temp": 0.5}
+
+
+def test_serve_on_several_ranks(server):
+    flags = f"-m torch.distributed.run --nproc-per-node 2 --master-port {free_port()}"
+    with Server("-m", TALES, "--dtype", "fp32", launcher=[sys.executable, *flags.split()]) as ranks:
+        text = ranks.complete()["text"]
+        leaving = ranks.begin(body=LONG | dict(stream=True))
+        leaving.getresponse().readline()
+        leaving.close()
+        assert ranks.complete()["text"] == text, "both stopped at the same token"
+        assert ranks.ask(TEXTS_AT, dict(prompt="tale " * 2000))[0] == 400
+        assert ranks.chat(temperature=1)["message"]["content"]
+        ranks.process.send_signal(signal.SIGINT)  # torchrun ends its ranks, where a kill would not
+        ranks.process.wait(PATIENCE)
+
+
+def test_serve_as_the_openai_package_asks(server):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any")
+    asks = dict(model="tales", messages=FOX, max_tokens=12, temperature=0)
+    assert [model.id for model in client.models.list()] == ["tales"]
+    assert client.models.retrieve("tales").id == "tales"
+    whole = client.chat.completions.create(**asks, logprobs=True, top_logprobs=2).choices[0]
+    assert whole.logprobs.content[0].top_logprobs[0].token == whole.logprobs.content[0].token
+    chunks = client.chat.completions.create(**asks, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.message.content
+    with pytest.raises(openai.BadRequestError, match="n must be absent or 1"):
+        client.chat.completions.create(**asks, n=2)
