@@ -31,6 +31,7 @@ offsets, load its first tile of weights. The rules that keep this correct:
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
+import gc
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -145,9 +146,49 @@ def compile_kernels(run: Callable[[], object], device: torch.device) -> None:
     copy_context().run(compile_all)
 
 
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all captures on a GPU, so that graphs can share memory. torch's own default
+    belongs to the first GPU used."""
+    return torch.cuda.Stream(device)
+
+
+def captured(
+    run: Callable[[], object],
+    device: torch.device,
+    reset: Callable[[], object] = lambda: None,
+    pool: tuple[int, int] | None = None,
+) -> torch.cuda.CUDAGraph:
+    """Capture `run` as a CUDA graph, in the given memory pool of another graph if there is one.
+    `reset` restores what `run` has changed.
+
+    `run` is called once before, on the same stream: its kernels are only compiled and loaded, and
+    all else runs, so that libraries allocate what they keep and ranks connect. All ranks capture
+    together. Their communication library has threads of its own, whose calls must not end the
+    capture."""
+    collects = gc.isenabled()
+    stream = _capture_stream(device)
+    with torch.cuda.device(device):
+        try:
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                compile_kernels(run, device)
+                reset()
+            graph = torch.cuda.CUDAGraph()
+            gc.disable()  # freeing an old graph would end the capture
+            # waits until all ranks have done what was called before
+            with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+                run()
+        finally:
+            if collects:
+                gc.enable()
+            reset()
+    return graph
+
+
 class Scratch:
     """Memory that kernels keep between launches, found by name, shape and type. It belongs to one
-    state, whose kernels run one after another on one stream."""
+    cache, whose kernels run one after another on one stream."""
 
     def __init__(self, device: torch.device):
         self.device = device
