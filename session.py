@@ -61,6 +61,7 @@ class Generation:
         `limit` tokens; timings is filled in by it. scorer: what decodes them, if log-probabilities
         are asked for. first: pieces that come before these tokens."""
         self.prompt_tokens = prompt_tokens
+        self.doubles_bos = False  # the prompt has a bos of its own beside the tokenizer's
         # How many of them were evaluated for an earlier text: 0 until the first new token
         self.cached_tokens = 0
         self.ids: list[int] = []  # without an eos
@@ -234,7 +235,6 @@ class Session:
         self.sampling: Sampling = self.model.sampling  # the checkpoint's own
         self.timings = Timings()  # of all that was generated
         self.load_seconds = time.perf_counter() - start
-        self._control_names = {id: name for name, id in self.tokenizer.control.items()}
         self._generation: Generation | None = None  # the last one
         self._past: Prompt | None = None  # the last prompt of a chat, and its answer
         self._turn_ends: tuple[set[int], list[str]] | None = None
@@ -254,7 +254,8 @@ class Session:
         progress: Callable[[int, int], None] | None = None,
         **settings,
     ) -> Generation:
-        """Continue a prompt, of which nothing is evaluated before the first piece is asked for.
+        """Continue a prompt, in which the names of control tokens stand for these. Nothing is
+        evaluated before the first piece is asked for.
         There are at most n tokens; below 0 there is no limit but the context. The text ends before
         `stop`, or the first of several such strings. If an earlier text is unfinished, it ends here.
 
@@ -309,6 +310,7 @@ class Session:
             decode=decode,
         )
         self._generation = Generation(len(prompt), tokens, timings, n, eos, stream, scorer, first)
+        self._generation.doubles_bos = prompt[:2] == [self.tokenizer.bos] * 2
         self._generation.at_end(lambda: self._count(timings))
         return self._generation
 
@@ -318,15 +320,15 @@ class Session:
             self._generation.close()
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a prompt; for an empty text, one from which the model can start. Raises
-        ValueError for a lone surrogate."""
+        """The ids of a prompt, in which the names of control tokens stand for these; for an empty
+        text, an id from which the model can start. Raises ValueError for a lone surrogate."""
         first = [i for i in (self.tokenizer.bos, self.tokenizer.eos) if i >= 0][:1]
-        return self.tokenizer.encode(text) or first
+        return self.tokenizer.encode(text, parse_special=True) or first
 
     def token_text(self, token: int) -> str:
         """The text of a single token: of a control token, its name. Bytes that are no whole
         character become U+FFFD."""
-        if name := self._control_names.get(token):
+        if name := self.tokenizer.control_names.get(token):
             return name
         return self.tokenizer.bytes_of(token).decode(errors="replace")
 

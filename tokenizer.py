@@ -6,7 +6,8 @@ and makes Prompts of conversations. A TextStream makes text of ids as they come.
 
 Tokenizers and templates come with a checkpoint, so they are not trusted: only regular files of a
 sane size are read, a template runs in Jinja's sandbox (see loading/templates.py), errors are one
-line, and only the template itself writes control tokens. None of this needs torch."""
+line. Control tokens are written by the template itself and by whoever writes a whole prompt, never
+by a message. None of this needs torch."""
 
 import codecs
 import functools
@@ -494,6 +495,7 @@ class Tokenizer:
         self.control = self.vocabulary.control
         as_text = self.config.get("split_special_tokens") is True
         self.control_pattern = any_of(() if as_text else self.control, self.vocabulary.single)
+        self.control_names = {id: name for name, id in self.control.items()}
         self._longest = max(map(len, self.control), default=0)
         self._beginnings = {name[:n] for name in self.control for n in range(1, len(name))}
         self._endings = {name[n:] for name in self.control for n in range(1, len(name))}
@@ -508,11 +510,12 @@ class Tokenizer:
         self._starts = self.vocabulary.starts(self.bos, self.config)
         self.chat_template, self.template_name = find_template(folder, self.config, chat_template)
 
-    def encode(self, text: str, bos: bool = True) -> list[int]:
+    def encode(self, text: str, bos: bool = True, parse_special: bool = False) -> list[int]:
         """Text to ids, after bos unless the checkpoint says otherwise. What looks like a control
-        token is encoded as text. Raises ValueError for a lone surrogate, which UTF-8 cannot
-        encode."""
-        ids = self.vocabulary.encode(_checked(text))
+        token is encoded as text or, with parse_special, as that token. Raises ValueError for a lone
+        surrogate, which UTF-8 cannot encode."""
+        control = self._control_in(_checked(text)) if parse_special else []
+        ids = self.vocabulary.encode_chat(text, control, after=False)
         if bos:
             return self._starts + ids
         return ids
@@ -524,9 +527,11 @@ class Tokenizer:
             return b""
         return self._bytes_of(token)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Ids to text, without the space that some tokenizers put before a text."""
-        raw = b"".join(map(self.bytes_of, ids))
+    def decode(self, ids: Sequence[int], marks: bool = False) -> str:
+        """Ids to text, without the space that some tokenizers put before a text. marks: control
+        tokens are written by their names; otherwise they are left out."""
+        names = self.control_names if marks else {}
+        raw = b"".join(names[i].encode() if i in names else self.bytes_of(i) for i in ids)
         text = _replaced(raw.decode(errors=self.vocabulary.utf8_errors))
         if self.vocabulary.adds_space:
             text = text.removeprefix(" ")
