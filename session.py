@@ -28,7 +28,9 @@ from settings import SETTINGS
 from speculation.proposals import Draft, Lookup
 from tokenizer import Prompt, TextStream, Tokenizer
 
-Message = dict[str, str]  # its "role" and its "content"
+# its "role" and its "content"; beside these, what else chat templates know: "tool_calls",
+# "reasoning_content"
+Message = dict
 
 # ---- what is generated
 
@@ -251,6 +253,7 @@ class Session:
         strip_space: bool | None = None,
         logprobs: int | None = None,
         echo: bool = False,
+        shown: Collection[str] = (),
         progress: Callable[[int, int], None] | None = None,
         **settings,
     ) -> Generation:
@@ -266,7 +269,7 @@ class Session:
         of the prompt that are done, and the total. logprobs: note the log-probability of each
         token, and of so many of the most probable ones at its place; tokens are then decoded one by
         one. echo: the text begins with the prompt, which is the first piece; the prompt's tokens
-        then have log-probabilities, too.
+        then have log-probabilities, too. shown: control tokens that the text does not leave out.
 
         Raises TypeError for an unknown setting, ValueError for one out of range or for a wrong
         prompt, and model.ContextFull, which is a ValueError, for a prompt longer than the context.
@@ -284,7 +287,7 @@ class Session:
         self.model.check(prompt)
         self.state.check_room(len(prompt) - self.state.pos)
         self.end()
-        stream = TextStream(self.tokenizer, strip_space, listed(stop))
+        stream = TextStream(self.tokenizer, strip_space, listed(stop), shown)
         timings = Timings()
         decode = scorer = None
         if self.speculation:
@@ -350,21 +353,30 @@ class Session:
         generation.at_end(lambda: self._remember(prompt, generation))
         return generation
 
-    def render(self, messages: list[Message]) -> Prompt:
+    def render(
+        self,
+        messages: list[Message],
+        tools: list[dict] | None = None,
+        variables: dict | None = None,
+    ) -> Prompt:
         """The text and the ids that the chat template makes of messages, up to where the model
         answers, or goes on with the last answer. If they continue the last chat, so do the ids.
+        tools and variables: what else the template is given, such as enable_thinking.
         With several ranks, rank 0 renders, since a template may ask for the time; the others
         receive the prompt or the error. Raises ValueError if the template refuses the messages, or
         leaves out a system message."""
-        continues = bool(messages) and messages[-1]["role"] == "assistant"
-        if continues and not messages[-1]["content"].strip():
+        last = messages[-1] if messages else {}
+        continues = last.get("role") == "assistant" and not last.get("tool_calls")
+        if continues and not last["content"].strip():
             messages = messages[:-1]
             continues = False
         if not messages:
             raise ValueError("there is no message to answer, and no text of an answer to continue")
         render = self.tokenizer.chat_prompt
         prompt = self.ranks.broadcast(
-            lambda: render(messages, past=self._past, continues=continues)
+            lambda: render(
+                messages, past=self._past, continues=continues, tools=tools, variables=variables
+            )
         )
         for message in messages:
             if message["role"] == "system" and message["content"].strip() not in prompt.text:
