@@ -6,14 +6,15 @@ and makes Prompts of conversations. A TextStream makes text of ids as they come.
 
 Tokenizers and templates come with a checkpoint, so they are not trusted: only regular files of a
 sane size are read, a template runs in Jinja's sandbox (see loading/templates.py), errors are one
-line, and only the template itself writes control tokens. None of this needs torch."""
+line. Control tokens are written by the template itself and by whoever writes a whole prompt, never
+by a message. None of this needs torch."""
 
 import codecs
 import functools
 import json
 import re
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -22,7 +23,7 @@ from pathlib import Path
 from loading.files import one_line_errors, read_bytes, read_json
 from loading.gguf import TURN_MARKS, read_header, tokenizer_files
 from loading.hub import find_gguf
-from loading.templates import find_template, render
+from loading.templates import find_template, named_template, render
 
 # a model's vocabulary may be padded beyond its tokenizer's, to a multiple that suits the hardware
 PADDING = 4096
@@ -494,6 +495,7 @@ class Tokenizer:
         self.control = self.vocabulary.control
         as_text = self.config.get("split_special_tokens") is True
         self.control_pattern = any_of(() if as_text else self.control, self.vocabulary.single)
+        self.control_names = {id: name for name, id in self.control.items()}
         self._longest = max(map(len, self.control), default=0)
         self._beginnings = {name[:n] for name in self.control for n in range(1, len(name))}
         self._endings = {name[n:] for name in self.control for n in range(1, len(name))}
@@ -507,12 +509,17 @@ class Tokenizer:
         self.eos = self.control.get(self.named.get("eos_token"), -1)
         self._starts = self.vocabulary.starts(self.bos, self.config)
         self.chat_template, self.template_name = find_template(folder, self.config, chat_template)
+        # of chats with tools, for which some checkpoints have a template of their own
+        self.tool_template = self.chat_template
+        if chat_template is None:
+            self.tool_template = named_template(self.config, "tool_use") or self.chat_template
 
-    def encode(self, text: str, bos: bool = True) -> list[int]:
+    def encode(self, text: str, bos: bool = True, parse_special: bool = False) -> list[int]:
         """Text to ids, after bos unless the checkpoint says otherwise. What looks like a control
-        token is encoded as text. Raises ValueError for a lone surrogate, which UTF-8 cannot
-        encode."""
-        ids = self.vocabulary.encode(_checked(text))
+        token is encoded as text or, with parse_special, as that token. Raises ValueError for a lone
+        surrogate, which UTF-8 cannot encode."""
+        control = self._control_in(_checked(text)) if parse_special else []
+        ids = self.vocabulary.encode_chat(text, control, after=False)
         if bos:
             return self._starts + ids
         return ids
@@ -524,23 +531,31 @@ class Tokenizer:
             return b""
         return self._bytes_of(token)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Ids to text, without the space that some tokenizers put before a text."""
-        raw = b"".join(map(self.bytes_of, ids))
+    def decode(self, ids: Sequence[int], marks: bool = False) -> str:
+        """Ids to text, without the space that some tokenizers put before a text. marks: control
+        tokens are written by their names; otherwise they are left out."""
+        names = self.control_names if marks else {}
+        raw = b"".join(names[i].encode() if i in names else self.bytes_of(i) for i in ids)
         text = _replaced(raw.decode(errors=self.vocabulary.utf8_errors))
         if self.vocabulary.adds_space:
             text = text.removeprefix(" ")
         return text
 
     def apply_chat_template(
-        self, messages: list[dict], add_generation_prompt: bool = True
+        self,
+        messages: list[dict],
+        add_generation_prompt: bool = True,
+        tools: list[dict] | None = None,
+        **variables,
     ) -> list[int]:
         """The ids of chat_prompt, under transformers' name. Raises TypeError for what is no
         conversation ("role" and "content" of each message), ValueError as chat_prompt."""
         is_turn = lambda message: isinstance(message, dict) and {"role", "content"} <= {*message}
         if not messages or not all(map(is_turn, messages)):
             raise TypeError('a conversation is a list of dicts with "role" and "content"')
-        return self.chat_prompt(messages, add_generation_prompt).ids
+        return self.chat_prompt(
+            messages, add_generation_prompt, tools=tools, variables=variables
+        ).ids
 
     def chat_prompt(
         self,
@@ -548,14 +563,18 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         past: Prompt | None = None,
         continues: bool = False,
+        tools: list[dict] | None = None,
+        variables: dict | None = None,
     ) -> Prompt:
         """What the template makes of a conversation, up to where the model answers: its text and
         its ids. Only the template itself writes control tokens: what looks like one in a message is
         text. As far as it has the answers of `past`, an answered prompt, it has their ids: the
         tokens of an answer need not be those that its text would be encoded to, and what was
         evaluated can stay in the cache. continues: the last message is an answer, which is to be
-        continued. Raises ValueError where the template fails."""
-        text, control = self._render(messages, add_generation_prompt and not continues)
+        continued. tools and variables: what else the template is given. Raises ValueError where the
+        template fails."""
+        asks = add_generation_prompt and not continues
+        text, control = self._render(messages, asks, tools, variables or {})
         leaves_space = False
         if continues:
             said = messages[-1]["content"]
@@ -617,28 +636,46 @@ class Tokenizer:
         lines = any_of(tokens).sub("", gap).strip().splitlines()
         return ids, lines[:1]
 
-    def _render(self, messages: list[dict], add_generation_prompt: bool) -> tuple[str, list[Span]]:
+    def _render(
+        self,
+        messages: list[dict],
+        add_generation_prompt: bool,
+        tools: list[dict] | None = None,
+        variables: dict | None = None,
+    ) -> tuple[str, list[Span]]:
         """The text of a conversation, and where the template wrote control tokens.
 
         A sentinel, which is a character that occurs nowhere else, marks what is typed: in messages
         it is put before what looks like a control token, or could become one together with what the
         template writes around the message. None stands in a token or after it, since templates look
         for "</think>" and strip what follows."""
-        typed = _checked("".join(message["content"] for message in messages))
-        everything = self.chat_template + typed
+        given = {**(variables or {}), "messages": messages, "tools": tools or None}
+        template = self.tool_template if tools else self.chat_template
+        everything = template + _checked("".join(strings_in(given)))
         private = map(chr, range(0x10FFFD, 0xFFFFF, -1))  # plane 16, for private use
         sentinel = next(c for c in private if c not in everything)
-        marked = []
-        for message in messages:
-            content = self._marked(message["content"], sentinel)
-            marked.append({"role": message["role"], "content": content})
-        variables = dict(
-            messages=marked, add_generation_prompt=add_generation_prompt, tools=None, documents=None
-        )
-        parts = render(self.chat_template, **variables, **self.named).split(sentinel)
+        marked = {name: self._all_marked(value, sentinel) for name, value in given.items()}
+        for message, original in zip(marked["messages"], messages):
+            message["role"] = original["role"]
+        known = dict(add_generation_prompt=add_generation_prompt, documents=None, **self.named)
+        parts = render(template, **marked | known).split(sentinel)
         typed_at = {*accumulate(map(len, parts[:-1]))}
         text = "".join(parts)
         return text, [span for span in self._control_in(text) if typed_at.isdisjoint(range(*span))]
+
+    def _all_marked(self, value: object, sentinel: str) -> object:
+        """A value of JSON in which each string is marked."""
+        match value:
+            case str():
+                return self._marked(value, sentinel)
+            case list():
+                return [self._all_marked(item, sentinel) for item in value]
+            case dict():
+                return {
+                    self._marked(name, sentinel): self._all_marked(item, sentinel)
+                    for name, item in value.items()
+                }
+        return value
 
     def _marked(self, content: str, sentinel: str) -> str:
         start = len(content) - len(content.lstrip())
@@ -655,6 +692,20 @@ class Tokenizer:
     def _control_in(self, text: str) -> list[Span]:
         """Where control tokens are in a text; of several that begin at one place, the longest."""
         return [found.span() for found in self.control_pattern.finditer(text)]
+
+
+def strings_in(value: object) -> Iterator[str]:
+    """The strings in a value of JSON, names of fields among them."""
+    match value:
+        case str():
+            yield value
+        case list():
+            for item in value:
+                yield from strings_in(item)
+        case dict():
+            for name, item in value.items():
+                yield name
+                yield from strings_in(item)
 
 
 def _checked(text: str) -> str:
@@ -681,9 +732,18 @@ class TextStream:
     of a stop string until that is decided. The pieces returned, joined, equal all tokens decoded
     together, up to the first stop string, which may contain control tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, strip_space: bool = False, stops: Sequence[str] = ()):
-        """strip_space: a space at the beginning is not part of the text."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        strip_space: bool = False,
+        stops: Sequence[str] = (),
+        shown: Collection[str] = (),
+    ):
+        """strip_space: a space at the beginning is not part of the text. shown: control tokens that
+        the text does not leave out."""
         self.tokenizer = tokenizer
+        ids = {tokenizer.control[name]: name for name in shown if name in tokenizer.control}
+        self._shown = {id: name for id, name in ids.items() if not tokenizer.bytes_of(id)}
         # by id, what stands for a control token of a stop string while text is compared: a lone
         # surrogate, which no text contains
         self._signs: dict[int, str] = {}
@@ -701,7 +761,7 @@ class TextStream:
 
     def push(self, token: int) -> str:
         text = _replaced(self._utf8.decode(self.tokenizer.bytes_of(token)))
-        return self._release(text + self._signs.get(token, ""))
+        return self._release(text + self._shown.get(token, self._signs.get(token, "")))
 
     def finish(self) -> str:
         """What is still held back, once there are no more tokens."""

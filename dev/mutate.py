@@ -323,6 +323,18 @@ MUTANTS = [
         "session.py", "strip_space = prompt.leaves_space", "strip_space = False", "serve_messages"
     ),
     Mutant(
+        "session.py",
+        "encode(text, parse_special=True) or first",
+        "encode(text) or first",
+        "a_prompt_with_a_bos",
+    ),
+    Mutant(
+        "tokenizer.py",
+        "self._control_in(_checked(text)) if parse_special else []",
+        "self._control_in(_checked(text))",
+        "typed_control_tokens_are_text",
+    ),
+    Mutant(
         "tokenizer.py",
         '"legacy", not config',
         '"legacy", True',

@@ -398,23 +398,38 @@ class CompletionRequest(GenerationRequest):
 
 
 class TokenizeRequest(ModelRequest):
-    """llama.cpp's request for the ids of a text. What looks like a control token is text."""
+    """llama.cpp's request for the ids of a text, with_pieces: each with its own text."""
 
     content: str
     add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
 
     def answer(self, session: Session, *_) -> Iterator[bytes]:
-        ids = session.tokenizer.encode(self.content, bos=self.add_special)
-        return iter([to_json({"tokens": ids})])
+        tokens = session.tokenizer.encode(self.content, self.add_special, self.parse_special)
+        if self.with_pieces:
+            tokens = [{"id": id, "piece": piece_of(id, session)} for id in tokens]
+        return iter([to_json({"tokens": tokens})])
+
+
+def piece_of(id: int, session: Session) -> str | list[int]:
+    """A token's text or, if it is not whole characters, its bytes."""
+    if name := session.tokenizer.control_names.get(id):
+        return name
+    raw = session.tokenizer.bytes_of(id)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return [*raw]
 
 
 class DetokenizeRequest(ModelRequest):
-    """llama.cpp's request for the text of ids."""
+    """llama.cpp's request for the text of ids, with the names of control tokens."""
 
     tokens: list[int]
 
     def answer(self, session: Session, *_) -> Iterator[bytes]:
-        return iter([to_json({"content": session.tokenizer.decode(self.tokens)})])
+        return iter([to_json({"content": session.tokenizer.decode(self.tokens, marks=True)})])
 
 
 ENDPOINTS: dict[str, type[ModelRequest]] = {

@@ -195,6 +195,17 @@ def test_size_of_the_context(cli, copy, fields, size, context):
     assert code == 0 and f", context {context}" in err
 
 
+def test_a_prompt_with_a_bos_of_its_own(cli, tiny):
+    """It stays, as in other programs."""
+    run_with = lambda prompt: cli("-m", tiny, "-p", prompt, "-n", 1, "-o", "jsonl")
+    (_, once, said), (_, twice, noted) = run_with("a"), run_with("<s>a")
+    counts = [objects(out)[0]["prompt_tokens"] for out in (once, twice)]
+    assert counts[1] == counts[0] + 1
+    assert "the prompt begins with a bos of its own" in noted and "of its own" not in said
+    chat = cli("-m", tiny, "--chat", "-p", "<s>a", "-n", 1, "-o", "jsonl")[1]
+    assert objects(chat)[0]["prompt_tokens"] > counts[1] + 2, "in a chat it is text"
+
+
 def test_jsonl_says_why_a_text_ended(cli, tiny):
     flags = ("-m", tiny, "-p", "Once", *GREEDY, "--quiet", "-o", "jsonl")
     text_of = lambda *more: objects(cli(*flags, *more)[1])[0]

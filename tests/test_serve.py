@@ -125,6 +125,10 @@ def test_serve_logprobs(server):
     for token, offset in list(zip(scores["tokens"], scores["text_offset"]))[2:]:
         assert echoed["text"][offset:].startswith(token)
     assert echoed["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    marked = server.complete("</s>Once", logprobs=0, echo=True, max_tokens=1)
+    assert marked["logprobs"]["tokens"][:2] == ["<s>", "</s>"], "a control token, as written"
+    for token, offset in list(zip(*map(marked["logprobs"].get, ("tokens", "text_offset"))))[1:]:
+        assert marked["text"][offset:].lstrip().startswith(token.strip())
     ids = [1, 300, 400, 500]
     scored = server.complete(ids, logprobs=0, echo=True, max_tokens=0)["logprobs"]
     assert len(scored["tokens"]) == len(ids) and scored["top_logprobs"] is None
@@ -322,9 +326,20 @@ def test_serve_tokens_of_a_text(server):
         told = server.ask("/tokenize", fields)[2]["tokens"]
         assert told == (ids if add_special else ids[1:])
         for path in "/detokenize", "/v1/detokenize":
-            assert server.ask(path, {"tokens": told})[2] == {"content": "Once upon a time"}
+            content = "<s> Once upon a time" if add_special else "Once upon a time"
+            assert server.ask(path, {"tokens": told})[2] == {"content": content}
     cached = server.complete(max_tokens=0)["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached == used["prompt_tokens"]
+    text, tokenizer = "</s>[é🐢", Tokenizer(TALES)
+    told = lambda **more: server.ask("/tokenize", dict(content=text) | more)[2]["tokens"]
+    assert told(parse_special=False) == tokenizer.encode(text, bos=False)
+    ids = tokenizer.encode(text, bos=False, parse_special=True)
+    assert told() == ids and ids[0] == tokenizer.eos
+    assert server.ask("/detokenize", {"tokens": ids})[2] == {"content": "</s> [é🐢"}
+    pieces = told(with_pieces=True)
+    assert [piece["id"] for piece in pieces] == ids and pieces[0]["piece"] == "</s>"
+    raw = [p.encode() if isinstance(p, str) else bytes(p) for p in (p["piece"] for p in pieces)]
+    assert b"".join(raw).decode() == "</s> [é🐢" and bytes([0xF0]) in raw
     for path, wrong, name in (
         ("/tokenize", {}, "content"), ("/tokenize", {"content": 5}, "content"),
         ("/detokenize", {"tokens": "a"}, "tokens"), ("/detokenize", {"tokens": [1.5]}, "tokens"),

@@ -390,7 +390,7 @@ def random_text(length: int) -> str:
 
 @pytest.mark.parametrize("family", CHAT_FAMILIES)
 def test_tokenizer_json_equals_transformers(tmp_path, family):
-    """Text, whole and in two parts, and conversations."""
+    """Text, whole and in two parts, with control tokens, and conversations."""
     ours = Tokenizer(train_tokenizer_json(tmp_path, family))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for _ in range(150):
@@ -402,6 +402,10 @@ def test_tokenizer_json_equals_transformers(tmp_path, family):
         assert not any("\ufffd" in piece for piece in pieces), (text,)
         split = random.randrange(1, len(text) + 2)
         joined = ours.encode(text[:split], bos=False) + encode_after(ours, text[split:])
+        marked = "".join(random.choices([*ours.control, "x", " ", "a b", "\n"], k=7))
+        parsed = ours.encode(marked, parse_special=True)
+        assert parsed == theirs(marked)["input_ids"], (marked,)
+        assert ours.decode(parsed, marks=True) == theirs.decode(parsed), (marked,)
         # "pieces" begin with a space, unless the text does
         whole = text.removeprefix(" ") if CHAT_FAMILIES[family][0] == "pieces" else text
         assert ours.decode(ids) == ours.decode(joined) == whole, (text, split)
