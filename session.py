@@ -1,4 +1,4 @@
-"""A model with its tokenizer, its state and its settings: text in, pieces of text out.
+"""A model with its tokenizer, its engine and its settings: text in, pieces of text out.
 
     session = Session("models/tales")
     for piece in session.generate("Once upon a time", n=50, temp=0.5):
@@ -10,18 +10,21 @@ flags or knows a terminal; errors name a setting as Python does, such as ctx_siz
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import closing
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from weakref import ref
 
 import torch
+from tqdm import tqdm
 
+from engine import Engine, Score, Sequence, Timings
 from loading.checkpoint import Checkpoint, find_checkpoint, load, read_config
 from loading.place import DTYPES
-from logprobs import Logprob, Scorer
-from model import State, Timings, generate
+from logprobs import Logprob, PromptScores
 from ranks.processes import Ranks
 from sampling import Sampling
 from settings import SETTINGS
@@ -45,24 +48,69 @@ class Piece(NamedTuple):
     logprobs: list[Logprob] = []
 
 
-class Generation:
-    """The text that follows a prompt: an iterator of its pieces, which also adds them up."""
+class Text:
+    """A text as it is generated: what the engine gives its tokens to. It knows nothing of who reads the
+    pieces: a Generation that nobody has any more ends the text."""
 
-    def __init__(
-        self,
-        prompt_tokens: int,
-        tokens: Iterator[int],
-        timings: Timings,
-        limit: int,
-        eos: Collection[int],
-        stream: TextStream,
-        scorer: Scorer | None = None,
-        first: Iterable[Piece] = (),
-    ):
-        """tokens: what follows the prompt, up to and including an id in eos, or until there are
-        `limit` tokens; timings is filled in by it. scorer: what decodes them, if log-probabilities
-        are asked for. first: pieces that come before these tokens."""
-        self.prompt_tokens = prompt_tokens
+    def __init__(self, stream: TextStream, eos: Collection[int]):
+        """stream: what turns tokens into text. eos: ids that end it."""
+        self.stream = stream
+        self.eos = eos
+        self.pieces: deque[Piece] = deque()
+        self.tokens = 0  # of the text, with an eos
+        self.finished = False
+        self.ended_by = ""  # "stop" or "eos", once it has ended so
+        self.length = 0  # characters so far
+        self._held_back: list[Logprob] = []
+
+    def take(self, token: int, score: Score | None) -> bool:
+        """Add a token. Returns whether the text ends there."""
+        self.tokens += 1
+        # An eos is not part of the text, although it has one where a file does not flag it special
+        if token in self.eos:
+            self.finish("eos")
+            return True
+        if score:
+            begins = self.length + self.stream.held_back
+            self._held_back.append(Logprob(token, score.logprob, score.best, begins))
+        self._add(self.stream.push(token), [token])
+        if self.stream.stopped:
+            self.finish("stop")
+        return self.finished
+
+    def finish(self, reason: str = "") -> None:
+        """Add what was still held back."""
+        self.finished = True
+        self.ended_by = reason
+        self._add(self.stream.finish(), [])
+        if self.stream.stopped:
+            self.ended_by = "stop"
+
+    def begin_with(self, prompt: str, logprobs: list[Logprob]) -> None:
+        """Let the text begin with the prompt."""
+        self.length += len(prompt)
+        self.pieces.append(Piece(prompt, [], logprobs))
+
+    def _add(self, text: str, ids: list[int]) -> None:
+        self.length += len(text)
+        self.pieces.append(Piece(text, ids, self._due()))
+
+    def _due(self) -> list[Logprob]:
+        """The log-probabilities of tokens that begin in the text so far, each once."""
+        end = self.length
+        if self.finished and not self.stream.stopped:
+            end += 1  # tokens without a text may come last
+        due = [score for score in self._held_back if score.begins < end]
+        self._held_back = self._held_back[len(due) :]
+        return due
+
+
+class Generation:
+    """The text that follows a prompt: an iterator of its pieces, which also adds them up. When it is
+    closed, or nobody has it any more, the text ends."""
+
+    def __init__(self, engine: Engine, sequence: Sequence, text: Text):
+        self.prompt_tokens = len(sequence.prompt)
         self.doubles_bos = False  # the prompt has a bos of its own beside the tokenizer's
         # How many of them were evaluated for an earlier text: 0 until the first new token
         self.cached_tokens = 0
@@ -72,16 +120,57 @@ class Generation:
         # Why the text ended: "eos", "stop" (a stop string), "length" (the limit), "context" (it is
         # full), or "interrupt", which holds until another reason is known
         self.ended_by = "interrupt"
-        self.timings = timings
-        self._at_end: list[Callable[[], None]] = []
-        self._scorer = scorer
-        self._pieces = self._run(tokens, limit, eos, stream, first)
+        self.timings = sequence.timings
+        self._engine = engine
+        self._sequence = sequence
+        self._text = text
+        self._begun = False
+        self._ended = False
+        self._at_end: list[Callable[[Generation], None]] = []
 
     def __iter__(self) -> Iterator[Piece]:
         return self
 
     def __next__(self) -> Piece:
-        return next(self._pieces)
+        if self._ended:
+            raise StopIteration
+        self.begin()
+        sequence, text = self._sequence, self._text
+        try:
+            seconds = self._engine.wait_for(sequence, lambda: bool(text.pieces))
+        except Exception:
+            self._at_end.clear()
+            self.close()
+            raise
+        except BaseException:  # Ctrl-C
+            self.close()
+            raise
+        if not text.pieces:
+            if text.finished:
+                self._end()
+                raise StopIteration
+            text.finish()
+        piece = text.pieces.popleft()
+        new = len(piece.ids)
+        if text.ended_by == "eos" and not text.pieces:
+            new += 1
+        sequence.note_time(seconds, new)
+        self.cached_tokens = self.prompt_tokens - self.timings.prompt_tokens
+        self.text += piece.text
+        self.ids += piece.ids
+        self.logprobs += piece.logprobs
+        return piece
+
+    def begin(self) -> None:
+        """Get in line for a slot, before the first piece is asked for."""
+        if not self._begun:
+            self._begun = True
+            self._engine.add(self._sequence)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next piece is there, or the end."""
+        return bool(self._text.pieces) or self._sequence.finished or self._ended
 
     def finish(self) -> Generation:
         """Generate all of the text. Returns this object."""
@@ -90,83 +179,53 @@ class Generation:
         return self
 
     def close(self) -> None:
-        """End the text here. Pieces must not be asked for at the same time by another thread."""
-        self._pieces.close()
+        """End the text here."""
+        if not self._ended:
+            self._ended = True
+            self._engine.leave(self._sequence)
+            self._call_at_end()
+
+    def __del__(self) -> None:
+        self.close()
 
     @property
     def answered(self) -> bool:
         """Whether there is a text: False if it was interrupted before the first token."""
         return bool(self.ids) or self.ended_by != "interrupt"
 
-    def at_end(self, do: Callable[[], None]) -> None:
-        """Call `do` when the text ends or is interrupted, but not after an error."""
+    def at_end(self, do: Callable[[Generation], None]) -> None:
+        """Call `do` with this object when the text ends or is interrupted, but not after an error."""
         self._at_end.append(do)
 
-    def _run(
-        self,
-        tokens: Iterator[int],
-        limit: int,
-        eos: Collection[int],
-        stream: TextStream,
-        first: Iterable[Piece],
-    ) -> Iterator[Piece]:
-        token = None
-        try:
-            for piece in first:
-                yield self._add(piece)
-            with closing(tokens):
-                for token in tokens:
-                    # The last token is not part of the text, although it has one where a file does
-                    # not flag it special
-                    if token in eos:
-                        continue
-                    yield self._piece(stream.push(token), [token])
-                    if stream.stopped:
-                        break
-            yield self._piece(stream.finish(), [])
-            if stream.stopped:
-                self.ended_by = "stop"
-            elif token in eos:
-                self.ended_by = "eos"
-            elif self.timings.new_tokens == limit:
-                self.ended_by = "length"
-            else:
-                self.ended_by = "context"
-        except Exception:
-            self._at_end.clear()
-            raise
-        finally:  # also after close and Ctrl-C
-            for do in self._at_end:
-                do()
+    def _end(self) -> None:
+        self._ended = True
+        self.ended_by = self._text.ended_by
+        if not self.ended_by:
+            full = self._text.tokens != self._sequence.n
+            self.ended_by = "context" if full else "length"
+        self._call_at_end()
 
-    def _piece(self, text: str, ids: list[int]) -> Piece:
-        self.cached_tokens = self.prompt_tokens - self.timings.prompt_tokens
-        logprobs = []
-        if self._scorer:
-            logprobs = self._scorer.due(text, ids)
-        return self._add(Piece(text, ids, logprobs))
-
-    def _add(self, piece: Piece) -> Piece:
-        self.text += piece.text
-        self.ids += piece.ids
-        self.logprobs += piece.logprobs
-        return piece
+    def _call_at_end(self) -> None:
+        for do in self._at_end:
+            do(self)
+        self._at_end.clear()
 
 
 # ---- a session
 
 
-def listed(stop: str | Sequence[str]) -> Sequence[str]:
+def listed(stop: str | Collection[str]) -> Collection[str]:
     """Several strings, or one in a list."""
     return [stop] if isinstance(stop, str) else stop
 
 
 class Session:
-    """A loaded model with its tokenizer and the state of one sequence.
+    """A loaded model with its tokenizer and the engine that writes its texts.
 
-    Texts are generated one at a time. What a prompt has in common with the beginning of what was
-    evaluated last is not evaluated again. With several ranks, each has a session, and all call the
-    same methods in the same order."""
+    Several texts may be open at once: asking any of them for its next piece runs a pass for all, at
+    most `parallel` of them; the others wait until one of these has ended. What a prompt has in common
+    with the beginning of an earlier text is not evaluated again, as long as that is still in the cache.
+    With several ranks, each has a session, and all call the same methods in the same order."""
 
     def __init__(
         self,
@@ -185,6 +244,7 @@ class Session:
         lookup: int | None = None,
         draft: str | None = None,
         draft_max: int = 4,
+        parallel: int = 1,
         quiet: bool = False,
         ranks: Ranks = Ranks(),
     ):
@@ -192,7 +252,8 @@ class Session:
         ranks: see checkpoint.load. chat_template: a name or a file, instead of the checkpoint's
         own. threads: of the CPU; by default one for a small model, otherwise one per core. lookup:
         propose so many tokens from earlier in the text. draft: a smaller model, which proposes
-        draft_max tokens. Raises ValueError, OSError or MemoryError with a message of one line."""
+        draft_max tokens. parallel: how many texts may be written at once, each with a context of
+        its own. Raises ValueError, OSError or MemoryError with a message of one line."""
         start = time.perf_counter()
         checkpoint = Checkpoint(find_checkpoint(model))
         config = checkpoint.config
@@ -227,18 +288,19 @@ class Session:
         if not threads and self.model.device.type == "cpu" and self.model.suits_one_thread:
             torch.set_num_threads(1)
         self.eos: set[int] = {*config.eos_ids, self.tokenizer.eos} - {-1}
-        self.state = State(self.model)
-        self.speculation: Lookup | Draft | None = None
+        self.engine = Engine(self.model, parallel)
+        self.ctx_size = self.engine.size  # positions of each text
         if lookup:
-            self.speculation = Lookup(lookup)
+            self.engine.proposer = Lookup(lookup)
         if draft:
-            # its state will be as large as the model's
-            self.speculation = Draft(draft_max, load(draft, ctx_size=self.state.size, **options))
+            model = load(draft, ctx_size=self.ctx_size, **options)
+            engine = Engine(model, parallel, self.ctx_size)
+            self.engine.proposer = Draft(draft_max, engine, config.vocab_size)
         self.sampling: Sampling = self.model.sampling  # the checkpoint's own
         self.timings = Timings()  # of all that was generated
         self.load_seconds = time.perf_counter() - start
-        self._generation: Generation | None = None  # the last one
-        self._past: Prompt | None = None  # the last prompt of a chat, and its answer
+        # The latest prompts of chats, with their answers: of as many chats as may be in the cache
+        self._pasts: deque[Prompt] = deque(maxlen=2 * parallel)
         self._turn_ends: tuple[set[int], list[str]] | None = None
 
     def generate(
@@ -246,7 +308,7 @@ class Session:
         prompt: str | list[int],
         *,
         n: int = -1,
-        stop: str | Sequence[str] = (),
+        stop: str | Collection[str] = (),
         sampling: Sampling | None = None,
         ignore_eos: bool = False,
         eos: Collection[int] | None = None,
@@ -260,7 +322,7 @@ class Session:
         """Continue a prompt, in which the names of control tokens stand for these. Nothing is
         evaluated before the first piece is asked for.
         There are at most n tokens; below 0 there is no limit but the context. The text ends before
-        `stop`, or the first of several such strings. If an earlier text is unfinished, it ends here.
+        `stop`, or the first of several such strings.
 
         sampling: by default the session's, in which settings, such as temp=0.5, replace single
         values. eos: the ids that end the text, by default the model's; with ignore_eos they are
@@ -285,42 +347,42 @@ class Session:
         if eos is None:
             eos = self.eos
         self.model.check(prompt)
-        self.state.check_room(len(prompt) - self.state.pos)
-        self.end()
-        stream = TextStream(self.tokenizer, strip_space, listed(stop), shown)
-        timings = Timings()
-        decode = scorer = None
-        if self.speculation:
-            decode = self.speculation.decode
-        if logprobs is not None:
-            if logprobs < 0:
-                raise ValueError(f"logprobs is {logprobs}; it must be 0 or more")
-            scorer = Scorer(logprobs, stream)
-            decode = scorer.decode
-        first = ()
-        if echo:
-            first = self._echo(text, prompt, scorer, timings, progress)
-        tokens = generate(
-            self.model,
+        self.engine.check_room(len(prompt))
+        if logprobs is not None and logprobs < 0:
+            raise ValueError(f"logprobs is {logprobs}; it must be 0 or more")
+        written = Text(TextStream(self.tokenizer, strip_space, listed(stop), shown), eos)
+        scored = None
+        if echo and logprobs is None:
+            written.begin_with(text, [])
+        elif echo:
+            scored = PromptScores(self.tokenizer, text, prompt, written.begin_with)
+        sequence = Sequence(
             prompt,
-            self.state,
+            written.take,
             n=n,
             sampling=sampling,
             eos=eos,
             ignore_eos=ignore_eos,
-            timings=timings,
             progress=progress,
-            decode=decode,
+            scores=logprobs,
+            prompt_scores=scored and scored.add,
         )
-        self._generation = Generation(len(prompt), tokens, timings, n, eos, stream, scorer, first)
-        self._generation.doubles_bos = prompt[:2] == [self.tokenizer.bos] * 2
-        self._generation.at_end(lambda: self._count(timings))
-        return self._generation
+        generation = Generation(self.engine, sequence, written)
+        generation.doubles_bos = prompt[:2] == [self.tokenizer.bos] * 2
+        generation.at_end(self._count)
+        return generation
 
-    def end(self) -> None:
-        """Close the last text, if it is unfinished."""
-        if self._generation:
-            self._generation.close()
+    def batch(
+        self, prompts: Iterable[str | list[int]], *, progress: bool = False, **options
+    ) -> list[Generation]:
+        """Continue many prompts, `parallel` at a time. Returns their finished texts in order.
+        progress: show a bar of how many are done. options: as for generate, which raises the same
+        errors."""
+        texts = [self.generate(prompt, **options) for prompt in prompts]
+        for text in texts:
+            text.begin()
+        shown = tqdm(texts, unit=" texts", disable=not progress)
+        return [text.finish() for text in shown]
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt, in which the names of control tokens stand for these; for an empty
@@ -336,12 +398,11 @@ class Session:
         return self.tokenizer.bytes_of(token).decode(errors="replace")
 
     def chat(
-        self, messages: list[Message] | Prompt, *, stop: str | Sequence[str] = (), **options
+        self, messages: list[Message] | Prompt, *, stop: str | Collection[str] = (), **options
     ) -> Generation:
         """Answer messages, or what `render` made of them; if an answer comes last, continue it.
         options: as for `generate`, which raises the same errors. The answer also ends where the
         chat template would write something after it."""
-        self.end()
         prompt = messages if isinstance(messages, Prompt) else self.render(messages)
         ids, texts = self.turn_ends()
         options |= dict(eos=self.eos | ids, stop=[*listed(stop), *texts])
@@ -350,7 +411,7 @@ class Session:
             strip_space = self.tokenizer.vocabulary.adds_space
         options |= dict(strip_space=strip_space)
         generation = self.generate(prompt.ids, **options)
-        generation.at_end(lambda: self._remember(prompt, generation))
+        generation.at_end(partial(self._remember, prompt))
         return generation
 
     def render(
@@ -375,7 +436,7 @@ class Session:
         render = self.tokenizer.chat_prompt
         prompt = self.ranks.broadcast(
             lambda: render(
-                messages, past=self._past, continues=continues, tools=tools, variables=variables
+                messages, pasts=self._pasts, continues=continues, tools=tools, variables=variables
             )
         )
         for message in messages:
@@ -410,29 +471,15 @@ class Session:
             text += f", {model.accumulate} sums for prompts"
         return text
 
-    def _echo(
-        self,
-        text: str,
-        prompt: list[int],
-        scorer: Scorer | None,
-        timings: Timings,
-        progress: Callable[[int, int], None] | None,
-    ) -> Iterator[Piece]:
-        """A prompt as a piece; if there is a scorer, with its tokens' log-probabilities."""
-        logprobs = []
-        if scorer:
-            logprobs = scorer.echo(text, prompt, self.model, self.state, timings, progress)
-        yield Piece(text, [], logprobs)
-
-    def _count(self, timings: Timings) -> None:
-        self.timings += timings
+    def _count(self, text: Generation) -> None:
+        self.timings += text.timings
 
     def _remember(self, prompt: Prompt, answer: Generation) -> None:
         if answer.answered:
             ids = answer.ids
             if answer.ended_by == "stop":  # they go on beyond the text
                 ids = self.tokenizer.encode(answer.text, bos=False)
-            self._past = replace(prompt, ids=prompt.ids + ids, answer=answer.text)
+            self._pasts.append(replace(prompt, ids=prompt.ids + ids, answer=answer.text))
 
 
 def dtype_name(dtype: str | torch.dtype) -> str:
@@ -479,6 +526,7 @@ class Conversation:
         self.session = session
         self.sampling = sampling or session.sampling
         self.dropped = ""  # what the last message pushed out of the context, in words
+        self._answering: Callable[[], Generation | None] = lambda: None  # a weak reference
         self.begin(system)
         session.turn_ends()  # raises now what it would raise at the first message
 
@@ -515,20 +563,25 @@ class Conversation:
 
     def clear(self) -> None:
         """Forget all but the system prompt."""
-        self.session.end()
+        self.end()
         self.turns: list[Message] = []  # two for each turn: the user's and its answer
+
+    def end(self) -> None:
+        """End the last answer, if it is unfinished."""
+        if answer := self._answering():
+            answer.close()
 
     def answer(self, message: str, **options) -> Generation:
         """Answer a message. Both become part of the conversation when the text ends, or if it is
         interrupted after its first token. options: as for Session.generate. Raises ValueError if
         the message does not fit into the context."""
-        self.session.end()
+        self.end()
         return self._answer(message, self.turns, options)
 
     def again(self, **options) -> Generation:
         """Answer the last message again, with the next seed; the new answer replaces the old one.
         Raises ValueError if there is none."""
-        self.session.end()
+        self.end()
         if not self.turns:
             raise ValueError("there is no answer yet")
         seed = (self.sampling.seed + 1) % (SETTINGS["seed"].high + 1)
@@ -540,7 +593,7 @@ class Conversation:
         """The prompt for a message after these turns, and those of them that it contains. Where it
         leaves little room for an answer, the oldest turns are dropped, and then the beginning of
         the last answer, until half of the context is free; the system prompt stays."""
-        size = self.session.state.size
+        size = self.session.ctx_size
         new = {"role": "user", "content": message}
         prompt = self.session.render([*self.system, *turns, new])
         if len(prompt.ids) + min(size // 4, 256) <= size:
@@ -569,7 +622,7 @@ class Conversation:
     def length_with(self, message: str, system: list[Message], name: str) -> int:
         """How many tokens a first message takes after a system prompt. Raises ValueError, which
         names what is too long, if the context is smaller."""
-        size = self.session.state.size
+        size = self.session.ctx_size
         length = len(self.session.render([*system, {"role": "user", "content": message}]).ids)
         if length > size:
             raise ValueError(f"{name} takes {length} tokens; the context holds {size} (ctx_size)")
@@ -578,7 +631,8 @@ class Conversation:
     def _answer(self, message: str, turns: list[Message], options: dict) -> Generation:
         prompt, kept = self.fit(message, turns)
         generation = self.session.chat(prompt, **{"sampling": self.sampling} | options)
-        generation.at_end(lambda: self._keep(kept, message, generation))
+        generation.at_end(partial(self._keep, kept, message))
+        self._answering = ref(generation)
         self.dropped = dropped_part(turns, kept)
         return generation
 

@@ -561,14 +561,14 @@ class Tokenizer:
         self,
         messages: list[dict],
         add_generation_prompt: bool = True,
-        past: Prompt | None = None,
+        pasts: Sequence[Prompt] = (),
         continues: bool = False,
         tools: list[dict] | None = None,
         variables: dict | None = None,
     ) -> Prompt:
         """What the template makes of a conversation, up to where the model answers: its text and
         its ids. Only the template itself writes control tokens: what looks like one in a message is
-        text. As far as it has the answers of `past`, an answered prompt, it has their ids: the
+        text. As far as it has the answers of one of `pasts`, answered prompts, it has their ids: the
         tokens of an answer need not be those that its text would be encoded to, and what was
         evaluated can stay in the cache. continues: the last message is an answer, which is to be
         continued. tools and variables: what else the template is given. Raises ValueError where the
@@ -589,7 +589,11 @@ class Tokenizer:
             _, _, space = said.rpartition(answer)
             leaves_space = space.endswith(" ")
             text = text[:end] + space.removesuffix(" ")
-        ends = self._common_ends(past, text)
+        ends, past = (), None
+        for each in pasts:
+            found = self._common_ends(each, text)
+            if found[-1:] > ends[-1:]:
+                ends, past = found, each
         start, known = ends[-1] if ends else (0, 0)
         control = [(begin - start, end - start) for begin, end in control if begin >= start]
         ids = self.vocabulary.encode_chat(text[start:], control, after=start > 0)
@@ -600,11 +604,9 @@ class Tokenizer:
         return Prompt(text, ids, continues=continues, leaves_space=leaves_space, ends=ends)
 
     @staticmethod
-    def _common_ends(past: Prompt | None, text: str) -> tuple[tuple[int, int], ...]:
+    def _common_ends(past: Prompt, text: str) -> tuple[tuple[int, int], ...]:
         """Where the answers in `past`, its own among them, end in the text of a conversation that
         begins with them: characters of the text, and ids of `past`."""
-        if past is None:
-            return ()
         ends = tuple(end for end in past.ends if text.startswith(past.text[: end[0]]))
         # If the texts are equal, the same question is asked again
         if not text.startswith(past.text) or text == past.text:

@@ -544,8 +544,8 @@ def test_answers_keep_their_tokens(tmp_path, family):
         letters = [i for letter in answer for i in encode_after(t, letter)]
         past = Prompt(prompt.text, prompt.ids + letters, answer)
         second = conversation("tell me", answer, "go on")
-        assert t.chat_prompt(asked, past=past) == prompt, "it is continued, not given again"
-        again = t.chat_prompt(second, past=past)
+        assert t.chat_prompt(asked, pasts=[past]) == prompt, "it is continued, not given again"
+        again = t.chat_prompt(second, pasts=[past])
         if not again.text.startswith(prompt.text):
             # which writes <think> before an answer, but not before a past one
             assert "deepseek" in family
@@ -556,7 +556,7 @@ def test_answers_keep_their_tokens(tmp_path, family):
     assert same(again.ids) == same(t.apply_chat_template(second))
     assert ids == {end} <= set(t.control.values())
     assert stops == (["<|user|>"] if "zephyr" in family else [])
-    other = t.chat_prompt(second, past=replace(past, answer="another"))
+    other = t.chat_prompt(second, pasts=[replace(past, answer="another")])
     assert other.ids == t.apply_chat_template(second), "not what the conversation holds"
     past = Prompt("ask:", [1], " a tale")
     found = [
@@ -566,8 +566,8 @@ def test_answers_keep_their_tokens(tmp_path, family):
     # the last question again: the answers before it keep their ids
     third = conversation("tell me", answer, "go on", "more", "and?")
     past = replace(again, ids=again.ids + t.encode("more", bos=False), answer="more")
-    for answered in (past, replace(t.chat_prompt(third, past=past), answer="no")):
-        assert t.chat_prompt(second, past=answered) == again
+    for answered in (past, replace(t.chat_prompt(third, pasts=[past]), answer="no")):
+        assert t.chat_prompt(second, pasts=[answered]) == again
 
 
 def test_control_token_in_the_vocabulary(tmp_path):
