@@ -34,7 +34,7 @@ from torch import Tensor
 from launch import Scratch, captured
 from model import Llama, not_finite, rope_table
 from products import MAX_FEW
-from sampling import Sampler, Sampling
+from sampling import Sampler, Sampling, Switches, mask_without
 from speculation.proposals import Proposer, agreeing
 
 # How many tokens of a prompt are evaluated at once: enough to be compute-bound, with little
@@ -125,8 +125,9 @@ class Pass:
         if one_row:
             self.rows = torch.zeros(1, dtype=torch.int64, device=device)
         self.logits = logits[: 1 if one_row else T]
-        self.sampler = Sampler(device, len(self.logits), model.config.vocab_size)
+        self.sampler = Sampler(device, len(self.logits))
         self.sequences: list[Sequence] = []  # whose settings the sampler has
+        self.switches: Switches | None = None  # of these settings
         self.expected: list[int] = []  # the position of each, if nothing but this pass moves it
         # what belongs to the cache and to the model
         self.size = cache.size
@@ -241,7 +242,8 @@ class Sequence:
         self.n = n
         self.sampling = sampling
         self.eos = frozenset(eos)
-        self.banned = self.eos if ignore_eos else frozenset()
+        self.ignores_eos = ignore_eos
+        self.mask: Tensor | None = None  # a bit for each token that may be sampled; None if all may
         self.progress = progress
         self.scores = scores
         self.prompt_scores = prompt_scores
@@ -493,6 +495,8 @@ class Engine:
         slot.used = self._uses
         slot.sequence = sequence
         sequence.slot = slot
+        if sequence.ignores_eos and sequence.eos:
+            sequence.mask = mask_without(sequence.eos, self.model.config.vocab_size)
         sequence.pos = sequence.placed = common
         room = self.size - len(prompt)
         sequence.limit = min(sequence.n, room) if sequence.n >= 0 else room
@@ -623,7 +627,7 @@ class Engine:
         pass_.expected = []  # unknown, should anything interrupt this
         if all(s.plain for s in sequences):
             self._run(
-                ("step", *pass_.place.shape, N, pass_.sampler.on), pass_, partial(self._step, pass_)
+                ("step", *pass_.place.shape, N, pass_.switches), pass_, partial(self._step, pass_)
             )
             scores = None
         else:
@@ -680,24 +684,32 @@ class Engine:
         """Make these segments a pass's, and the settings of their sequences its sampler's."""
         pass_.take(segments)
         if pass_.sequences != sequences:
-            settings = [s.sampling for s in sequences for _ in range(pass_.longest)]
-            banned = [s.banned for s in sequences for _ in range(pass_.longest)]
-            pass_.sampler.set(settings, banned)
+            self._settle(pass_, [s.sampling for s in sequences], [s.mask for s in sequences])
             pass_.sequences = [*sequences]
+
+    def _settle(self, pass_: Pass, settings: list[Sampling], masks: list[Tensor | None]) -> None:
+        """Give the rows of each segment its settings and the mask of what it may sample."""
+        V = self.model.config.vocab_size
+        settings = [each for each in settings for _ in range(pass_.longest)]
+        all_masks = None
+        if any(mask is not None for mask in masks):
+            every = mask_without((), V)
+            masks = [every if mask is None else mask for mask in masks]
+            all_masks = torch.stack([mask for mask in masks for _ in range(pass_.longest)])
+        pass_.sampler.set(settings, all_masks)
+        pass_.switches = pass_.sampler.switches(V)
 
     def _sample(self, pass_: Pass, sequences: list[Sequence]) -> tuple | None:
         """Sample from a pass's logits where more than tokens is asked for. Returns the scores."""
-        constraints = [s.constraint for s in sequences]
-        if any(constraints):
+        if any(s.constraint for s in sequences):
             self._read_all_but(0)  # what was sampled last decides what may come next
-            pass_.sampler.allow([c and c.mask() for c in constraints])
+            masks = [s.constraint.mask() if s.constraint else s.mask for s in sequences]
+            self._settle(pass_, [s.sampling for s in sequences], masks)
         logprobs = None
         k = max((s.scores for s in sequences if s.scores is not None), default=None)
         if k is not None:
             logprobs = pass_.logits.log_softmax(-1)
-        self._run(
-            ("sample", *pass_.place.shape, pass_.sampler.on), pass_, partial(self._draw, pass_)
-        )
+        self._run(("sample", *pass_.place.shape, pass_.switches), pass_, partial(self._draw, pass_))
         if logprobs is None:
             return None
         best = logprobs.topk(min(k, logprobs.shape[1]))
@@ -767,7 +779,7 @@ class Engine:
             s.constraint.accept(token)
         ends = s.take(token, score)
         count = len(s.ids) - len(s.prompt)
-        if ends or token in s.eos - s.banned or count >= s.limit:
+        if ends or (token in s.eos and not s.ignores_eos) or count >= s.limit:
             self._finish(s)
 
     # One sequence by hand: for drafts, measurements and perplexity
@@ -780,18 +792,18 @@ class Engine:
         first: int,
         n: int,
         sampling: Sampling,
-        banned: Collection[int],
+        mask: Tensor | None,
     ) -> list[int]:
         """The n tokens that follow ids, of which the first `known` have been evaluated, in the run that
         begins at the place `first`."""
         self.prefill(ids[known:], known, first)
         pass_ = self._pass(1, 1)
         pass_.take([Segment(first, len(ids) - 1, 1)])
-        pass_.sampler.set([sampling], [banned])
+        self._settle(pass_, [sampling], [mask])
         pass_.sequences = []  # its settings are those of no sequence here
-        self._run(("sample", 1, pass_.sampler.on), pass_, partial(self._draw, pass_))
+        self._run(("sample", 1, pass_.switches), pass_, partial(self._draw, pass_))
         for _ in range(n - 1):
-            self._run(("step", 1, 1, pass_.sampler.on), pass_, partial(self._step, pass_))
+            self._run(("step", 1, 1, pass_.switches), pass_, partial(self._step, pass_))
         Moment(self.model.device).wait()
         place = first + len(ids)
         return self.cache.drawn[place : place + n].tolist()

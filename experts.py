@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import products
-from attention import LayerView, StateView
+from attention import LayerView, PassView
 from cards.sizes import grouped_sizes
 from formats import Matrix, columns_of, row_scale
 from fp8 import E4M3, E4M3_NATIVE
@@ -49,16 +49,16 @@ class Routes(NamedTuple):
 # ---- the router
 
 
-def route_ref(x: Tensor, layer: LayerView, state: StateView) -> Routes | None:
+def route_ref(x: Tensor, layer: LayerView, pass_: PassView) -> Routes | None:
     """x [T, C]. Returns None for a layer without experts."""
     if layer.router is None:
         return None
-    normed = functional.rms_norm(x.float(), x.shape[1:], layer.ffn_norm.float(), state.norm_eps)
+    normed = functional.rms_norm(x.float(), x.shape[1:], layer.ffn_norm.float(), pass_.norm_eps)
     logits = functional.linear(normed, layer.router.dense().float()) * layer.router_gain
     logits = torch.where(logits.isnan(), -torch.inf, logits)
-    ids = logits.sort(dim=1, descending=True, stable=True).indices[:, : state.experts_per_token]
+    ids = logits.sort(dim=1, descending=True, stable=True).indices[:, : pass_.experts_per_token]
     weights = logits.softmax(1).gather(1, ids)
-    if state.norm_topk:
+    if pass_.norm_topk:
         weights = weights / weights.sum(1, keepdim=True)
     return Routes(ids.int(), weights)
 
@@ -201,28 +201,28 @@ def _sort_kernel(ids, order, counts, COUNT, BLOCK: tl.constexpr, PDL: tl.constex
     tl.store(counts + expert, count)
 
 
-def route(x: Tensor, layer: LayerView, state: StateView) -> Routes | None:
+def route(x: Tensor, layer: LayerView, pass_: PassView) -> Routes | None:
     if layer.router is None:
         return None
     T = len(x)
-    E, k = layer.router.rows, state.experts_per_token
+    E, k = layer.router.rows, pass_.experts_per_token
     numbers = partial(x.new_empty, dtype=torch.int32)
     routes = Routes(numbers(T, k), x.new_empty(T, k, dtype=torch.float32))
     if T > 1:
         routes = routes._replace(order=numbers(T * k), counts=numbers(E))
     if T > MAX_FEW:
-        _route_prompt(x, layer, state, routes)
+        _route_prompt(x, layer, pass_, routes)
     else:
-        _route_few(x, layer, state, routes)
+        _route_few(x, layer, pass_, routes)
     return routes
 
 
-def _route_few(x: Tensor, layer: LayerView, state: StateView, routes: Routes) -> None:
+def _route_few(x: Tensor, layer: LayerView, pass_: PassView, routes: Routes) -> None:
     T, C = x.shape
-    E, k = layer.router.rows, state.experts_per_token
-    logits = state.scratch.zeros("router logits", MAX_FEW, E)
-    arrived = state.scratch.zeros("router arrived", MAX_FEW + 1, dtype=torch.int32)
-    args = (x, layer.ffn_norm, layer.router.data, state.norm_eps, layer.router_gain)
+    E, k = layer.router.rows, pass_.experts_per_token
+    logits = pass_.scratch.zeros("router logits", MAX_FEW, E)
+    arrived = pass_.scratch.zeros("router arrived", MAX_FEW + 1, dtype=torch.int32)
+    args = (x, layer.ffn_norm, layer.router.data, pass_.norm_eps, layer.router_gain)
     block = triton.next_power_of_2(C)
     launch(
         _route_kernel,
@@ -236,7 +236,7 @@ def _route_few(x: Tensor, layer: LayerView, state: StateView, routes: Routes) ->
         E=E,
         C=C,
         SLOTS=k,
-        NORM_TOPK=state.norm_topk,
+        NORM_TOPK=pass_.norm_topk,
         ROWS=ROUTER_ROWS,
         BLOCK=block,
         BLOCK_E=triton.next_power_of_2(E),
@@ -245,14 +245,14 @@ def _route_few(x: Tensor, layer: LayerView, state: StateView, routes: Routes) ->
     )
 
 
-def _route_prompt(x: Tensor, layer: LayerView, state: StateView, routes: Routes) -> None:
+def _route_prompt(x: Tensor, layer: LayerView, pass_: PassView, routes: Routes) -> None:
     T, C = x.shape
-    E, k = layer.router.rows, state.experts_per_token
+    E, k = layer.router.rows, pass_.experts_per_token
     logits = x.new_empty(T, E, dtype=torch.float32)
-    args = (x, layer.ffn_norm, layer.router.data, state.norm_eps, layer.router_gain, logits, T)
+    args = (x, layer.ffn_norm, layer.router.data, pass_.norm_eps, layer.router_gain, logits, T)
     sizes = dict(E=E, C=C, BLOCK_E=16, BLOCK=min(128, max(16, triton.next_power_of_2(C))))
     launch(_logits_kernel, (triton.cdiv(T, 16), triton.cdiv(E, 16)), x.device, *args, **sizes)
-    sizes = dict(E=E, SLOTS=k, NORM_TOPK=state.norm_topk, BLOCK_E=triton.next_power_of_2(E))
+    sizes = dict(E=E, SLOTS=k, NORM_TOPK=pass_.norm_topk, BLOCK_E=triton.next_power_of_2(E))
     launch(_pick_kernel, (T,), x.device, logits, routes.ids, routes.weights, **sizes)
     block = min(2048, triton.next_power_of_2(T * k))
     args = (routes.ids, routes.order, routes.counts, T * k)
@@ -500,13 +500,11 @@ def _add_slots(y: Tensor, residual: Tensor) -> Tensor:
 # ---- the ops
 
 
-def swiglu(
-    x: Tensor, layer: LayerView, state: StateView, routes: Routes, accumulate: str
-) -> Tensor:
+def swiglu(x: Tensor, layer: LayerView, pass_: PassView, routes: Routes, accumulate: str) -> Tensor:
     """kernels.rmsnorm_swiglu of each slot, times its weight: [T, k, F]."""
     F = layer.w13.rows // layer.router.rows // 2
     h = x.new_empty(*routes.ids.shape, F)
-    product = Product("experts_swiglu", x, layer.w13, layer.ffn_norm, state.norm_eps)
+    product = Product("experts_swiglu", x, layer.w13, layer.ffn_norm, pass_.norm_eps)
     epilogue = Epilogue(_prepare_hidden, _store_hidden, Hidden(F))
     args = (h, routes.weights)
     if len(x) == 1:

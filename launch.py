@@ -12,16 +12,17 @@ offsets, load its first tile of weights. The rules that keep this correct:
   ended" includes all the kernels before that one;
 - before its wait a kernel writes nothing, and reads only what was visible when it could first
   start. If the kernel before lets it start at once, as most do, it may read only what no kernel
-  launched this way writes in the same step: weights, tables, sampling settings, `pos`, the keys and
-  values of earlier steps. If the kernel before waits first, in every program, it may also read what
-  all kernels before that one wrote. ranks/exchange.py explains its exceptions;
+  launched this way writes in the same pass: weights, tables, sampling settings, places and
+  positions, the keys and values of earlier passes. If the kernel before waits first, in every
+  program, it may also read what all kernels before that one wrote. ranks/exchange.py explains its
+  exceptions;
 - so where one token goes through experts, whose rows of W the router picks: the router writes their
   ids. The product with w13 can load nothing without them. It waits for the router and only then
   lets the next kernel start, which is the product with w2. That one reads the ids, and loads its
   rows, before it waits. It reads them past the L1 cache, which may hold older ones;
-- `pos` is moved by torch's own operations (State.advance and State.seek), which are launched
-  without the attribute. Each starts when all earlier kernels have ended, including those that read
-  the old value, and later kernels start when it has ended. test_no_step_sees_an_old_position runs
+- places, positions and segments are moved by torch's own operations, which are launched without
+  the attribute. Each starts when all earlier kernels have ended, including those that read the old
+  values, and later kernels start when it has ended. test_no_step_sees_an_old_position runs
   thousands of each;
 - a kernel waits once, or a second time where the first was for the rows of W that it has to load.
   No wait is in a loop: Triton 3.7.1 may move loads above a wait inside one (triton issue 11905).
@@ -187,8 +188,8 @@ def captured(
 
 
 class Scratch:
-    """Memory that kernels keep between launches, found by name, shape and type. It belongs to one
-    cache, whose kernels run one after another on one stream."""
+    """Memory that kernels keep between launches, found by name, shape and type. It belongs to
+    whoever runs kernels one after another on one stream."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -249,6 +250,18 @@ def is_last(arrived, programs):
 
 
 # What attention.py and cards/hopper.py share
+
+
+@jit
+def segment_of(segments, index, last, T):
+    """A segment as attention.PassView describes it: first, start, begin and count. And how many of
+    its rows are written: for the last one all up to the T rows of the pass, with zeros behind
+    count."""
+    segment = segments + index * 4
+    begin = tl.load(segment + 2)
+    count = tl.load(segment + 3)
+    written = tl.where(last, T - begin, count)
+    return tl.load(segment), tl.load(segment + 1), begin, count, written
 
 
 @jit

@@ -16,6 +16,7 @@ from launch import (
     is_last,
     rows_of_program,
     run_or_compile,
+    segment_of,
     split_of,
     triton,
 )
@@ -82,25 +83,31 @@ STAGES = constexpr(2)  # buffers for blocks of keys, and for blocks of values
 
 
 @jit
-def _place(prompt):
-    """First row, head, cached positions and number of key blocks of this program."""
-    pos, T, H, G, positions_at_once = prompt
+def _part_of(prompt):
+    """First row, head, and number of key blocks of this program; the place of position 0, how many
+    positions are cached, and how many rows are no padding."""
+    segments, T, H, G, positions_at_once = prompt
     BLOCK_M: gl.constexpr = 2 * ROWS
     pid = gl.program_id(0)
     row_blocks = gl.cdiv(T, BLOCK_M)
-    start_pos = gl.load(pos)
-    heads_at_once = gl.maximum(positions_at_once // (start_pos + T), 1) * G
+    first, start_pos, _, count, _ = segment_of(segments, 0, True, T)
+    heads_at_once = gl.maximum(positions_at_once // (start_pos + count), 1) * G
     block, head = rows_of_program(pid, row_blocks, heads_at_once, H)
     row = block * BLOCK_M
-    end = start_pos + gl.minimum(T, row + BLOCK_M)
-    return row, head, start_pos, gl.cdiv(end, BLOCK_N)
+    end = start_pos + gl.minimum(count, row + BLOCK_M)
+    # With nothing but padding one block is read, to keep the groups in step
+    blocks = gl.where(row < count, gl.cdiv(end, BLOCK_N), 1)
+    return row, head, blocks, first, start_pos, count
 
 
 @jit
-def _load(q, k, v, q_tiles, q_full, keys_and_values, prompt, S, G):
+def _load(q, k, v, q_tiles, q_full, keys_and_values, prompt, P, G, IN_POOL: gl.constexpr):
     """The group that loads."""
     k_tiles, k_full, k_empty, v_tiles, v_full, v_empty = keys_and_values
-    row, head, _, blocks = _place(prompt)
+    row, head, blocks, first, _, _ = _part_of(prompt)
+    run = head // G * P
+    if IN_POOL:
+        run += first
     for group in gl.static_range(2):
         mbarrier.expect(q_full.index(group), q.block_type.nbytes)
         offs_q = [row + group * ROWS, head * HEAD_DIM]
@@ -108,7 +115,7 @@ def _load(q, k, v, q_tiles, q_full, keys_and_values, prompt, S, G):
     for j in range(blocks):
         stage = j % STAGES
         phase = (j // STAGES) & 1
-        n = head // G * S + (blocks - 1 - j) * BLOCK_N
+        n = run + (blocks - 1 - j) * BLOCK_N
         mbarrier.wait(k_empty.index(stage), phase ^ 1)
         mbarrier.expect(k_full.index(stage), k.block_type.nbytes)
         tma.async_copy_global_to_shared(k, [n, 0], k_full.index(stage), k_tiles.index(stage))
@@ -168,12 +175,12 @@ def _step(
 
 
 @jit
-def _multiply(group, out, q_tiles, q_full, keys_and_values, v_clear, prompt, T, qk_scale):
+def _multiply(group, out, q_tiles, q_full, keys_and_values, v_clear, prompt, qk_scale):
     """One of the two groups that multiply."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     k_tiles, k_full, k_empty, v_tiles, v_full, _ = keys_and_values
-    row, head, start_pos, blocks = _place(prompt)
+    row, head, blocks, _, start_pos, count = _part_of(prompt)
     row += group * ROWS
     last = start_pos + row + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     masked = blocks - (start_pos + row + 1) // BLOCK_N  # blocks that some row does not see whole
@@ -193,10 +200,10 @@ def _multiply(group, out, q_tiles, q_full, keys_and_values, v_clear, prompt, T, 
     p = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, ACC, 2))
     # Values past the end get weight 0, but 0 * NaN is NaN: the first group zeroes them, the other
     # waits for it
-    if blocks * BLOCK_N > start_pos + T:
+    if blocks * BLOCK_N > start_pos + count:
         if group == 0:
             mbarrier.wait(v_full.index(0), 0)
-            _clear_rows(v_tiles.index(0), start_pos + T - n)
+            _clear_rows(v_tiles.index(0), start_pos + count - n)
             mbarrier.arrive(v_clear, count=1)
         mbarrier.wait(v_clear, 0)
     # The other blocks on the diagonal
@@ -214,14 +221,18 @@ def _multiply(group, out, q_tiles, q_full, keys_and_values, v_clear, prompt, T, 
     mbarrier.wait(v_full.index(v), ((blocks - 1) // STAGES) & 1)
     acc = warpgroup_mma(p, v_tiles.index(v), acc)
     acc = acc / gl.convert_layout(row_sum, gl.SliceLayout(1, ACC))[:, None]
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
+    acc = gl.where(rows[:, None] < count, acc, 0.0)
     q.store(acc.to(q.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(out, [row, head * HEAD_DIM], q)
     tma.store_wait(0)
 
 
-@jit(do_not_specialize=["T", "S", "H", "G", "positions_at_once"])
-def _hopper_attention_kernel(q, k, v, out, pos, T, qk_scale, S, H, G, positions_at_once):
+@jit(do_not_specialize=["T", "P", "H", "G", "positions_at_once"])
+def _hopper_attention_kernel(
+    q, k, v, out, segments, T, qk_scale, P, H, G, positions_at_once, IN_POOL: gl.constexpr
+):
     q_tiles = gl.allocate_shared_memory(q.dtype, [2, ROWS, HEAD_DIM], q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, BLOCK_N, HEAD_DIM], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, BLOCK_N, HEAD_DIM], v.layout)
@@ -232,12 +243,12 @@ def _hopper_attention_kernel(q, k, v, out, pos, T, qk_scale, S, H, G, positions_
     v_full = _barriers(STAGES, 1)
     v_empty = _barriers(STAGES, 2)
     keys_and_values = (k_tiles, k_full, k_empty, v_tiles, v_full, v_empty)
-    prompt = (pos, T, H, G, positions_at_once)
+    prompt = (segments, T, H, G, positions_at_once)
     gl.warp_specialize(
         [
-            (_multiply, (0, out, q_tiles, q_full, keys_and_values, v_clear, prompt, T, qk_scale)),
-            (_multiply, (1, out, q_tiles, q_full, keys_and_values, v_clear, prompt, T, qk_scale)),
-            (_load, (q, k, v, q_tiles, q_full, keys_and_values, prompt, S, G)),
+            (_multiply, (0, out, q_tiles, q_full, keys_and_values, v_clear, prompt, qk_scale)),
+            (_multiply, (1, out, q_tiles, q_full, keys_and_values, v_clear, prompt, qk_scale)),
+            (_load, (q, k, v, q_tiles, q_full, keys_and_values, prompt, P, G, IN_POOL)),
         ],
         [4, 1],  # warps of the second and the third group
         [240, 24],  # and their registers per thread; the first group has what is left, 240
@@ -254,22 +265,25 @@ def prompt_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     out: Tensor,
-    pos: Tensor,
+    segments: Tensor,
     qk_scale: float,
     positions_at_once: int,
+    in_pool: bool,
 ) -> None:
-    """What attention.attention computes, for heads of dimension 128 and a cache in the type of q,
-    into out [T, H D]. positions_at_once: how many positions of one key/value head take up
-    attention.SHARED_KEYS."""
+    """What attention.attention computes of a single segment, for heads of dimension 128 and keys and
+    values in the type of q, into out [T, H D]. They lie in the pool, [KH, P, D], or are those of the
+    sequence alone, [KH, size, D]. positions_at_once: how many positions of one key/value head take
+    up attention.SHARED_KEYS."""
     T, H, D = q.shape
-    KH, S, _ = k_cache.shape
+    KH, P, _ = k_cache.shape
     queries = descriptor(q.view(T, H * D), [ROWS.value, D])
     result = descriptor(out.view(T, H * D), [ROWS.value, D])
-    keys = descriptor(k_cache.view(KH * S, D), [BLOCK_N.value, D])
-    values = descriptor(v_cache.view(KH * S, D), [BLOCK_N.value, D])
+    keys = descriptor(k_cache.view(KH * P, D), [BLOCK_N.value, D])
+    values = descriptor(v_cache.view(KH * P, D), [BLOCK_N.value, D])
     grid = (triton.cdiv(T, 2 * ROWS.value) * H,)
-    args = (queries, keys, values, result, pos, T, qk_scale, S, H, H // KH, positions_at_once)
-    run_or_compile(_hopper_attention_kernel, grid, q.device, *args, num_warps=4)
+    args = (queries, keys, values, result, segments, T, qk_scale, P, H, H // KH, positions_at_once)
+    options = dict(IN_POOL=in_pool, num_warps=4)
+    run_or_compile(_hopper_attention_kernel, grid, q.device, *args, **options)
 
 
 # ---- attention of a few rows
@@ -378,12 +392,12 @@ def _merge(
 
 @jit
 def few_attention_kernel(
-    q, k_cache, v_cache, out, partial, ends, arrived, pos, T, qk_scale, v_scale,
-    S: gl.constexpr, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, WARPS: gl.constexpr,
-    SPLITS: gl.constexpr, LEAST: gl.constexpr, DECODE: gl.constexpr, PDL: gl.constexpr,
+    q, k_cache, v_cache, out, partial, ends, arrived, segments, P, T, qk_scale, v_scale,
+    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, WARPS: gl.constexpr,
+    BLOCKS: gl.constexpr, SPLITS: gl.constexpr, LEAST: gl.constexpr, DECODE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """16 of the T G rows of a key/value head over one split of the positions; attention.py explains
-    how splits are merged."""
+    """16 of the rows of a segment and a key/value head, G for each token, over one split of the
+    positions; attention.py explains how splits are merged."""
     gdc_launch_dependents(PDL)
     # Elements that a thread loads at once, of a key, and of a value: fewer with small heads in 8
     # bits
@@ -395,15 +409,17 @@ def few_attention_kernel(
     K_LAYOUT: gl.constexpr = gl.DotOperandLayout(1, MMA, E)
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     V_LAYOUT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    pid, split = gl.program_id(0), gl.program_id(1)
-    blocks = gl.cdiv(T * G, 16)
-    head, top = pid // blocks, pid % blocks * 16
-    k_head = k_cache + head.to(gl.int64) * S * D
-    v_head = v_cache + head.to(gl.int64) * S * D
-    # Before the wait: the part of the first block that earlier steps have cached
-    start_pos = gl.load(pos)
-    used, start, end = split_of(start_pos + T, split, SPLITS, BLOCK_N, LEAST)
-    if split < used:
+    pid, split, segment = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    group = segment * gl.num_programs(0) + pid
+    head, top = pid // BLOCKS, pid % BLOCKS * 16
+    is_last_segment = segment == gl.num_programs(2) - 1
+    first, start_pos, begin, count, written = segment_of(segments, segment, is_last_segment, T)
+    offs_head = (head.to(gl.int64) * P + first) * D
+    k_head = k_cache + offs_head
+    v_head = v_cache + offs_head
+    # Before the wait: the part of the first block that earlier passes have cached
+    used, start, end = split_of(start_pos + count, split, SPLITS, BLOCK_N, LEAST)
+    if (split < used) & (top < written * G):
         k = _load_keys(
             k_head, start, start, gl.minimum(end, start_pos), D, BLOCK_D, WARPS, K_LAYOUT
         )
@@ -413,8 +429,9 @@ def few_attention_kernel(
         offs_m = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, Q_LAYOUT)))[None, :, None]
         row = top + offs_m + warp * 0
         d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, gl.SliceLayout(1, Q_LAYOUT)))[None, None, :]
-        mask = (row < T * G) & (d < D)
-        q_tile = gl.load(q + (row // G * H + head * G + row % G) * D + d, mask=mask, other=0.0)
+        mask = (row < count * G) & (d < D)
+        offs_q = ((begin + row // G) * H + head * G + row % G) * D + d
+        q_tile = gl.load(q + offs_q, mask=mask, other=0.0)
         if start + BLOCK_N > start_pos:
             k += _load_keys(k_head, start, start_pos, end, D, BLOCK_D, WARPS, K_LAYOUT)
             v += _load_values(v_head, start, start_pos, end, D, BLOCK_D, WARPS, EV)
@@ -457,11 +474,12 @@ def few_attention_kernel(
         row = top + gl.arange(0, 16, gl.SliceLayout(1, Y))
         column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, Y))
         offs_d = (column // (8 * EV) * (8 * EV) + column % 8 * EV + column // 8 % EV)[None, :]
-        offs = (row // G * H + head * G + row % G)[:, None] * D + offs_d
-        mask_row = row < T * G
+        offs = ((begin + row // G) * H + head * G + row % G)[:, None] * D + offs_d
+        mask_row = row < count * G
+        mask_out = (row < written * G)[:, None] & (offs_d < D)
         if used > 1:
-            first = pid * SPLITS * 16 + row - top
-            index = first + split * 16
+            in_first = group * SPLITS * 16 + row - top
+            index = in_first + split * 16
             maximum = ends + index * 2
             scaled = gl.convert_layout(peak, gl.SliceLayout(1, Y)) * qk_scale
             gl.store(maximum, scaled, mask=mask_row)
@@ -469,18 +487,18 @@ def few_attention_kernel(
             gl.store(
                 partial + index[:, None] * BLOCK_D + column[None, :], y, mask=mask_row[:, None]
             )
-            if is_last(arrived + pid, used):
+            if is_last(arrived + group, used):
                 AT_ONCE: gl.constexpr = SPLITS if SPLITS < 8 else 8
-                total, y = _merge(partial, ends, first, used, mask_row, column, BLOCK_D, AT_ONCE)
-                result = (y / total[:, None]).to(out.dtype.element_ty)
-                gl.store(out + offs, result, mask=mask_row[:, None] & (offs_d < D))
+                total, y = _merge(partial, ends, in_first, used, mask_row, column, BLOCK_D, AT_ONCE)
+                result = gl.where(mask_row[:, None], y / total[:, None], 0.0)
+                gl.store(out + offs, result.to(out.dtype.element_ty), mask=mask_out)
         else:
-            result = (y / total[:, None]).to(out.dtype.element_ty)
-            gl.store(out + offs, result, mask=mask_row[:, None] & (offs_d < D))
+            result = gl.where(mask_row[:, None], y / total[:, None], 0.0)
+            gl.store(out + offs, result.to(out.dtype.element_ty), mask=mask_out)
 
 
-def attends_few(q: Tensor, rows: int) -> bool:
-    """Whether the kernel is meant for these queries. With more tokens or rows, the kernels for
-    prompts are as fast."""
-    T, _, D = q.shape
-    return not INTERPRETED and T <= 64 and rows <= 128 and q.itemsize == 2 and D <= 128
+def attends_few(q: Tensor, longest: int, rows: int) -> bool:
+    """Whether the kernel is meant for segments of at most so many tokens, and rows per key/value
+    head. With more of them, the kernels for prompts are as fast."""
+    fits = longest <= 64 and rows <= 128
+    return not INTERPRETED and fits and q.itemsize == 2 and q.shape[2] <= 128

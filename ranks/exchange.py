@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention import StateView
+from attention import PassView
 from experts import Routes, slots_added
 from formats import Matrix
 from launch import (
@@ -372,11 +372,11 @@ def cut_ops(
         dist.all_reduce(residual)
         return residual.clamp_(-65504.0, 65504.0) if fp16_sums else residual
 
-    def rmsnorm_linear(x: Tensor, norm: Tensor, w: Matrix, state: StateView, out: Tensor) -> Tensor:
+    def rmsnorm_linear(x: Tensor, norm: Tensor, w: Matrix, pass_: PassView, out: Tensor) -> Tensor:
         if exchange and len(x) == 1:
-            exchange.rmsnorm_linear(x, norm, w, state.norm_eps, out)
+            exchange.rmsnorm_linear(x, norm, w, pass_.norm_eps, out)
         else:
-            part = ops.rmsnorm_linear(x, norm, w, state, out.new_empty(len(x), w.rows))
+            part = ops.rmsnorm_linear(x, norm, w, pass_, out.new_empty(len(x), w.rows))
             parts = part.new_empty(ranks.size * len(part), w.rows)
             dist.all_gather_into_tensor(parts, part)
             for rank, columns in enumerate(parts.chunk(ranks.size)):

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from sampling import mask_without
+
 if TYPE_CHECKING:
     from engine import Engine, Launched, Sequence
 
@@ -157,7 +159,8 @@ class Draft(Proposer):
         vocabularies one may be padded further: what the other lacks is never proposed."""
         super().__init__(n)
         self.engine = engine
-        self.padding = frozenset(range(vocab_size, engine.model.config.vocab_size))
+        own = engine.model.config.vocab_size
+        self.mask = mask_without(range(vocab_size, own), own)
         self.known: dict[int, list[int]] = {}  # the tokens that each slot has evaluated
 
     def propose(self, sequence: Sequence) -> list[int]:
@@ -168,7 +171,6 @@ class Draft(Proposer):
         ids = [id if id < V else 0 for id in sequence.ids]  # 0 for what only the model has
         first = sequence.slot.first
         known = min(agreeing(self.known.get(first, []), ids), len(ids) - 1)
-        banned = sequence.banned | self.padding
-        guesses = engine.sample_on(ids, known, first, self.n, sequence.sampling, banned)
+        guesses = engine.sample_on(ids, known, first, self.n, sequence.sampling, self.mask)
         self.known[first] = ids + guesses[:-1]
         return guesses
