@@ -37,12 +37,13 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from cards.cpu import cpu_product_dtype
+from engine import Engine, Timings, generate
 from formats import Matrix
 from launch import jit, tl
 from loading.checkpoint import load
 from loading.place import DTYPES
 from loading.random_model import random_model
-from model import Llama, State, Timings, generate
+from model import Llama
 from products import tensor_core_format
 from ranks.processes import Ranks
 from settings import Sampling
@@ -309,30 +310,26 @@ def random_ids(model: Llama, count: int) -> list[int]:
 
 
 @torch.inference_mode()
-def prompt_speeds(model: Llama, state: State, test: Test, repetitions: int) -> list[float]:
+def prompt_speeds(engine: Engine, test: Test, repetitions: int) -> list[float]:
     """Tokens a second of each run."""
+    model = engine.model
     ids = random_ids(model, test.depth + test.n)
-    state.truncate(0)
-    if test.depth:
-        model.prefill(ids[: test.depth], state)
-
-    def run() -> None:
-        state.truncate(test.depth)
-        model.prefill(ids[test.depth :], state)
-
+    engine.prefill(ids[: test.depth])
+    run = lambda: engine.prefill(ids[test.depth :], test.depth)
     return [test.n / seconds for seconds in wall_times(run, model.device, repetitions)]
 
 
-def generation_speeds(model: Llama, state: State, test: Test, repetitions: int) -> list[float]:
+def generation_speeds(engine: Engine, test: Test, repetitions: int) -> list[float]:
     """Tokens a second of the whole loop, sampling and text included, after a prompt of at least one
     token."""
+    model = engine.model
     prompt = random_ids(model, max(test.depth, 1))
     stream = TextStream(Tokenizer(DEFAULT_MODEL))
     speeds = []
     for _ in range(1 + repetitions):
         timings = Timings()
         options = dict(sampling=Sampling(), eos=[], timings=timings)
-        for token in generate(model, prompt, state, test.n + 1, **options):
+        for token in generate(model, prompt, engine, test.n + 1, **options):
             stream.push(token)
         speeds.append(timings.steps / timings.step_seconds)
     return speeds[1:]
@@ -352,7 +349,7 @@ def throughput(args: argparse.Namespace, dtype: str, format: str) -> Iterator[Ro
     start = time.perf_counter()
     model = open_model(args, dtype, max(test.depth + test.n for test in args.tests) + 1, format)
     loaded = time.perf_counter() - start
-    state, device = State(model), model.device
+    engine, device = Engine(model), model.device
     note(
         f"loaded in {loaded:.2f} s on {device}{args.ranks.described(bool(model.exchange), device)}"
     )
@@ -373,7 +370,7 @@ def throughput(args: argparse.Namespace, dtype: str, format: str) -> Iterator[Ro
     )
     for test in args.tests:
         speeds_of = prompt_speeds if test.kind == "pp" else generation_speeds
-        mean, std = spread(speeds_of(model, state, test, args.repetitions))
+        mean, std = spread(speeds_of(engine, test, args.repetitions))
         yield Row(**about, test=str(test), tokens_per_s=mean, std=std,
             percent_of_ceiling=percent(mean, bound(model, test)))  # fmt: skip
     as_dtype = product_dtype(model)
@@ -436,19 +433,18 @@ def perplexity(
     if bos < 0:
         before, ids = ids, ids[1:]
     models = [m for m in (model, against) if m is not None]
-    states = [State(m, ctx) for m in models]
+    engines = [Engine(m, size=ctx) for m in models]
     end = 0
     for start in range(0, len(ids), stride):
         skip = end - start  # tokens that counted in the window before
         end = min(start + ctx, len(ids))
         window = [before[start], *ids[start:end]]
-        for m, state in zip(models, states):
-            state.truncate(0)
-            if skip:
-                m.prefill(window[:skip], state)
-        tokens = torch.tensor(window[skip:], device=model.device)
-        for part, goal in zip(tokens[:-1].split(AT_ONCE), tokens[1:].split(AT_ONCE)):
-            logs = [m.forward(part, state).log_softmax(-1) for m, state in zip(models, states)]
+        for engine in engines:
+            engine.prefill(window[:skip])
+        for first in range(skip, len(window) - 1, AT_ONCE):
+            part = window[first : min(first + AT_ONCE, len(window) - 1)]
+            goal = torch.tensor(window[first + 1 :][: len(part)], device=model.device)
+            logs = [engine.forward(part, first).log_softmax(-1) for engine in engines]
             losses = [functional.nll_loss(log, goal, reduction="none").cpu() for log in logs]
             found = {"loss": losses[0]}
             if against is not None:

@@ -627,7 +627,7 @@ class Engine:
         pass_.expected = []  # unknown, should anything interrupt this
         if all(s.plain for s in sequences):
             self._run(
-                ("step", *pass_.place.shape, N, pass_.switches), pass_, partial(self._step, pass_)
+                ("step", *pass_.place.shape, N, pass_.switches), pass_, partial(self.advance, pass_)
             )
             scores = None
         else:
@@ -647,10 +647,6 @@ class Engine:
         self._launch(Launched(begun, ended, sequences, rows, scores, True, waited))
         if longest > 1:
             self._read_all_but(0)
-
-    def _step(self, pass_: Pass) -> None:
-        self.model.forward(pass_, pass_.logits)
-        self._draw(pass_)
 
     def _draw(self, pass_: Pass) -> None:
         self.model.ops.sample(pass_.logits, pass_)
@@ -782,7 +778,20 @@ class Engine:
         if ends or (token in s.eos and not s.ignores_eos) or count >= s.limit:
             self._finish(s)
 
-    # One sequence by hand: for drafts, measurements and perplexity
+    # Sequences by hand: for drafts, measurements and perplexity
+
+    def pass_at(self, start: int, count: int, texts: int = 1) -> Pass:
+        """A pass of `count` tokens of each of the first sequences, from a position on, with the logits
+        of all of them."""
+        logits = torch.zeros(texts * count, self.model.config.vocab_size, device=self.model.device)
+        pass_ = Pass(self.model, self.cache, texts * count, texts, False, logits)
+        pass_.take([Segment(slot.first, start, count) for slot in self.slots[:texts]])
+        return pass_
+
+    def advance(self, pass_: Pass) -> None:
+        """Evaluate a pass, sample what follows, and move on to that."""
+        self.model.forward(pass_, pass_.logits)
+        self._draw(pass_)
 
     @torch.inference_mode()
     def sample_on(
@@ -803,7 +812,7 @@ class Engine:
         pass_.sequences = []  # its settings are those of no sequence here
         self._run(("sample", 1, pass_.switches), pass_, partial(self._draw, pass_))
         for _ in range(n - 1):
-            self._run(("step", 1, 1, pass_.switches), pass_, partial(self._step, pass_))
+            self._run(("step", 1, 1, pass_.switches), pass_, partial(self.advance, pass_))
         Moment(self.model.device).wait()
         place = first + len(ids)
         return self.cache.drawn[place : place + n].tolist()

@@ -285,7 +285,7 @@ def summary(args: argparse.Namespace, session: Session) -> str:
     model = session.model
     checkpoint = model.checkpoint
     c = checkpoint.config
-    size = session.state.size
+    size = session.ctx_size
     heads = f"{c.n_heads} heads"
     if c.n_kv_heads != c.n_heads:
         heads += f" ({c.n_kv_heads} of keys and values)"
@@ -328,8 +328,8 @@ def closing(session: Session) -> str:
             rate = t.steps / t.step_seconds
             generated += f", {1e3 * t.step_seconds / t.steps:.2f} ms per token, {rate:.1f} tokens/s"
         lines += [prompt, generated]
-    if session.speculation:
-        lines.append(session.speculation.summary())
+    if session.engine.proposer:
+        lines.append(session.engine.proposer.summary())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     memory = f"memory    peak {peak / 1e9:.2f} GB"
     if session.model.device.type == "cuda":

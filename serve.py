@@ -179,7 +179,7 @@ def parts_of(
     """The parts of an answer, of which nothing is evaluated yet: what fails later is not the
     client's fault. Raises APIError for what is: a prompt that does not fit into the context, or
     that the tokenizer or the chat template refuses."""
-    from model import ContextFull
+    from engine import ContextFull
 
     try:
         return request.answer(session, model, progress)
@@ -422,8 +422,8 @@ def start_frontend(args: argparse.Namespace) -> Link:
 
 
 def work(link: Link, args: argparse.Namespace, ranks: Ranks) -> int:
+    from engine import ContextFull
     from loading.place import pick_device
-    from model import ContextFull
 
     ranks.join(pick_device(args.device, ranks))
     session = open_session(args, ranks)
@@ -438,11 +438,11 @@ def work(link: Link, args: argparse.Namespace, ranks: Ranks) -> int:
     if not args.quiet:
         host = f"[{args.host}]" if ":" in args.host else args.host
         cli.note(f"model     {session.model.checkpoint.folder}")
-        cli.note(f"running   {session.types()}, context {session.state.size}")
+        cli.note(f"running   {session.types()}, context {session.ctx_size}")
         cli.note(f"serving   http://{host}:{args.port}/v1 (Ctrl-C ends it)")
     try:
         if link.pipe:
-            link.pipe.send((model, session.state.size))
+            link.pipe.send((model, session.ctx_size))
         while True:
             write_next(session, model, link, args.debug)
     except (EOFError, ConnectionError):

@@ -16,7 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import bench
-from model import Llama, State, captured
+from engine import Engine
+from launch import captured
+from model import Llama
 from talk import bench_flags
 from talk.cli import Parser, note, use_safe_streams, within
 
@@ -39,16 +41,12 @@ def device_time(run: Callable[[], object], model: Llama, repetitions: int = 10) 
     return statistics.median(times[2:])
 
 
-def pass_seconds(model: Llama, state: State, T: int, depth: int) -> float:
-    """How long it takes to evaluate T random tokens at a depth."""
-
-    state.tokens.random_(model.config.vocab_size)
-
-    def run() -> None:
-        state.seek(depth)
-        model.evaluate(T, state)
-
-    return device_time(run, model, 20)
+def pass_seconds(engine: Engine, T: int, depth: int) -> float:
+    """How long it takes to evaluate T random tokens of a text at a depth."""
+    model = engine.model
+    engine.cache.tokens.random_(model.config.vocab_size)
+    pass_ = engine.pass_at(depth, T)
+    return device_time(lambda: model.forward(pass_, pass_.logits), model, 20)
 
 
 @torch.inference_mode()
@@ -56,8 +54,8 @@ def show_passes(args: argparse.Namespace) -> None:
     depth = args.depth[0]
     lengths = [1, *(T for T in args.tokens if T > 1)]
     model = bench.open_model(args, args.dtype[0], depth + max(lengths), args.format[0])
-    state = State(model)
-    seconds = [pass_seconds(model, state, T, depth) for T in lengths]
+    engine = Engine(model)
+    seconds = [pass_seconds(engine, T, depth) for T in lengths]
     about = dict(model=args.model, format=bench.format_of(model), depth=depth)
     rows = []
     for T, s in zip(lengths, seconds):

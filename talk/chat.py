@@ -134,7 +134,7 @@ class Output:
         else:
             printer.end(cut=generation.ended_by == "interrupt")
         if generation.ended_by == "context":
-            size = self.session.state.size
+            size = self.session.ctx_size
             self.note(f"note: the context of {size} tokens is full (see -c)")
 
 
@@ -411,7 +411,7 @@ class Chat:
     def _show(self, message: str, generation: Generation) -> bool:
         """Show an answer as it is generated; Ctrl-C cuts it short. Returns whether there is one."""
         if self.conversation.dropped:
-            size = self.conversation.session.state.size
+            size = self.conversation.session.ctx_size
             dropped = f"dropped the oldest part of the conversation, {self.conversation.dropped}"
             self.output.note(f"note: the context of {size} tokens is full: {dropped}")
         self.blank_line()
