@@ -308,8 +308,13 @@ class Slot:
         return s.ids[: s.pos] if s else self._tokens
 
     def leave(self) -> None:
+        """Be free for another sequence. What was evaluated stays."""
         self._tokens = self.tokens
         self.sequence = None
+
+    def forget(self) -> None:
+        self._tokens = []
+        self.prompt = []
 
     def common(self, prompt: list[int]) -> int:
         """How many tokens of a prompt need not be evaluated. The last one's logits are needed, so it
@@ -405,11 +410,11 @@ class Engine:
         self.waiting.append(sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """End a text, if it is unfinished."""
+        """End a text, if it has begun and is unfinished."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
             sequence.finished = True
-        elif not sequence.finished:
+        elif sequence in self.running:
             self._finish(sequence)
 
     def wait_for(self, sequence: Sequence, ready: Callable[[], bool]) -> float:
@@ -457,6 +462,7 @@ class Engine:
     def _fail(self, sequence: Sequence, error: Exception) -> None:
         sequence.error = error
         self._finish(sequence)
+        sequence.slot.forget()  # what is there may be wrong
 
     def _finish(self, sequence: Sequence) -> None:
         sequence.finished = True
