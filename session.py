@@ -125,14 +125,14 @@ class Generation:
         self._sequence = sequence
         self._text = text
         self._begun = False
-        self._ended = False
+        self.ended = False
         self._at_end: list[Callable[[Generation], None]] = []
 
     def __iter__(self) -> Iterator[Piece]:
         return self
 
     def __next__(self) -> Piece:
-        if self._ended:
+        if self.ended:
             raise StopIteration
         self.begin()
         sequence, text = self._sequence, self._text
@@ -169,8 +169,8 @@ class Generation:
 
     @property
     def ready(self) -> bool:
-        """Whether the next piece is there, or the end."""
-        return bool(self._text.pieces) or self._sequence.finished or self._ended
+        """Whether the next piece, or the end, is there without a pass."""
+        return not self.ended and (bool(self._text.pieces) or self._sequence.finished)
 
     def finish(self) -> Generation:
         """Generate all of the text. Returns this object."""
@@ -180,8 +180,8 @@ class Generation:
 
     def close(self) -> None:
         """End the text here."""
-        if not self._ended:
-            self._ended = True
+        if not self.ended:
+            self.ended = True
             self._engine.leave(self._sequence)
             self._call_at_end()
 
@@ -198,7 +198,7 @@ class Generation:
         self._at_end.append(do)
 
     def _end(self) -> None:
-        self._ended = True
+        self.ended = True
         self.ended_by = self._text.ended_by
         if not self.ended_by:
             full = self._text.tokens != self._sequence.n

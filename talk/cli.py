@@ -202,7 +202,7 @@ FORMAT_NAMES = (*FORMATS_8, "int4")
 IGNORED = (  # flags of llama.cpp that mean nothing here
     "-ngl --gpu-layers --n-gpu-layers -fa --flash-attn -b --batch-size -ub --ubatch-size --mmap "
     "--no-mmap --mlock --jinja --no-warmup -co --color --log-disable --simple-io -tb "
-    "--threads-batch --context-shift --no-context-shift --keep -np --parallel --numa --perf "
+    "--threads-batch --context-shift --no-context-shift --keep --numa --perf "
     "--no-perf --repack --no-repack --verbose-prompt -mli --multiline-input -e --escape"
 ).split()
 
@@ -448,6 +448,7 @@ def open_session(args: argparse.Namespace, ranks: Ranks) -> Session:
         lookup=args.lookup,
         draft=args.draft,
         draft_max=args.draft_max,
+        parallel=vars(args).get("parallel", 1),
         ranks=ranks,
         sampling=sampling_flags(args),
     )

@@ -17,6 +17,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     ValidationError,
     WrapValidator,
     create_model,
@@ -192,12 +193,17 @@ class ModelRequest(Strict):
 
     is_stream: ClassVar[bool] = False  # the parts of the answer are sent as they come
 
-    def answer(
-        self, session: Session, model: str, progress: Callable[[int, int], None]
-    ) -> Iterator[bytes]:
-        """The parts of the answer, which may be empty: one after each token, so that it can be
-        stopped there. model: its name. progress: as for Session.generate. Raises ValueError for
-        what is the client's fault; what the iterator raises is not."""
+    # What `answer` asks the session for. Where it asks for several texts, it takes pieces only of those
+    # that are ready, so that no request waits for another
+    _texts: list[Generation] = PrivateAttr(default_factory=list)
+
+    @property
+    def texts(self) -> list[Generation]:
+        return self._texts
+
+    def answer(self, session: Session, model: str) -> Iterator[bytes]:
+        """The parts of the answer, which may be empty: one for each piece of a text. model: its name.
+        Raises ValueError for what is the client's fault; what the iterator raises is not."""
         raise NotImplementedError
 
 
@@ -269,10 +275,9 @@ class GenerationRequest(Filters):
         """Log-probabilities, in either."""
         raise NotImplementedError
 
-    def answer(
-        self, session: Session, model: str, progress: Callable[[int, int], None]
-    ) -> Iterator[bytes]:
-        text = self.generation(session, progress=progress)
+    def answer(self, session: Session, model: str) -> Iterator[bytes]:
+        text = self.generation(session)
+        self._texts = [text]
         head = {
             "id": self.id_begins + uuid.uuid4().hex,
             "object": self.chunk_object if self.stream else self.whole_object,
