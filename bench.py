@@ -348,6 +348,10 @@ def begun(engine: Engine, prompt: list[int], n: int) -> Sequence:
     return sequence
 
 
+def tokens_of(texts: list[Sequence]) -> int:
+    return sum(len(text.ids) for text in texts)
+
+
 def run_all(engine: Engine) -> None:
     while not engine.idle:
         engine.step()
@@ -362,13 +366,12 @@ def several_speeds(engine: Engine, test: Test, repetitions: int) -> list[float]:
     speeds = []
     for _ in range(1 + repetitions):
         texts = [begun(engine, prompt, test.n + test.texts) for prompt in prompts]
-        count = lambda: sum(len(text.ids) for text in texts)
         while engine.waiting or any(text.starts for text in texts):
             engine.step()
-        before, start = count(), time.perf_counter()
+        before, start = tokens_of(texts), time.perf_counter()
         while not any(text.finished for text in texts):
             engine.step()
-        speeds.append((count() - before) / (time.perf_counter() - start))
+        speeds.append((tokens_of(texts) - before) / (time.perf_counter() - start))
         run_all(engine)
     return speeds[1:]
 
