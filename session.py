@@ -73,6 +73,7 @@ class Generation:
         # full), or "interrupt", which holds until another reason is known
         self.ended_by = "interrupt"
         self.timings = timings
+        self.lacks_text = False  # ids go on beyond the text, once that has ended
         self._at_end: list[Callable[[], None]] = []
         self._scorer = scorer
         self._pieces = self._run(tokens, limit, eos, stream, first)
@@ -136,6 +137,7 @@ class Generation:
             self._at_end.clear()
             raise
         finally:  # also after close and Ctrl-C
+            self.lacks_text = stream.lacks_text
             for do in self._at_end:
                 do()
 
@@ -372,16 +374,15 @@ class Session:
             continues = False
         if not messages:
             raise ValueError("there is no message to answer, and no text of an answer to continue")
-        render = self.tokenizer.chat_prompt
-        prompt = self.ranks.broadcast(
-            lambda: render(
-                messages, past=self._past, continues=continues, tools=tools, variables=variables
+        given = dict(tools=tools, variables=variables)
+
+        def rendered() -> Prompt:
+            self.tokenizer.check_systems(messages, **given)
+            return self.tokenizer.chat_prompt(
+                messages, past=self._past, continues=continues, **given
             )
-        )
-        for message in messages:
-            if message["role"] == "system" and message["content"].strip() not in prompt.text:
-                raise ValueError("the chat template has no place for this system message")
-        return prompt
+
+        return self.ranks.broadcast(rendered)
 
     def turn_ends(self) -> tuple[set[int], list[str]]:
         """The ids and the strings that end an answer, besides eos, according to the chat template.
@@ -430,7 +431,7 @@ class Session:
     def _remember(self, prompt: Prompt, answer: Generation) -> None:
         if answer.answered:
             ids = answer.ids
-            if answer.ended_by == "stop":  # they go on beyond the text
+            if answer.lacks_text:
                 ids = self.tokenizer.encode(answer.text, bos=False)
             self._past = replace(prompt, ids=prompt.ids + ids, answer=answer.text)
 
