@@ -329,6 +329,15 @@ def within(kind: type, low: float, high: float = float("inf")) -> Callable[[str]
     return number
 
 
+def in_utf8(text: str) -> str:
+    """An argparse type: what can be sent to other programs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be UTF-8") from None
+    return text
+
+
 def device_name_of(text: str) -> str:
     """cpu, cuda or cuda:N; llama.cpp's spellings, none and CUDAN, are accepted as well."""
     if text == "none":
