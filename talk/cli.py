@@ -80,6 +80,11 @@ def note(text: str) -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
+@functools.cache
+def note_once(text: str) -> None:
+    note(f"note: {text}")
+
+
 def _wrapped(line: str) -> str:
     label = re.match(r"(\S+ )+ +|", line)
     return textwrap.fill(
