@@ -18,12 +18,13 @@ import itertools
 import logging
 import multiprocessing
 import os
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -49,6 +50,8 @@ if TYPE_CHECKING:  # they import torch, which takes seconds
     from session import Session
 
 BODY_BYTES = 8 << 20
+# Of the bodies of all requests that are not answered yet: as objects of Python they take ten times that
+QUEUE_BYTES = 4 * BODY_BYTES
 LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"  # origins that are always allowed
 HEALTH = ("/health", "/v1/health")
 # Seconds between two parts of a stream. Each part takes 0.3 ms of the model's time, or more where
@@ -72,9 +75,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add = parser.group("server")
     # fmt: off
     add("--host", default="127.0.0.1", metavar="ADDRESS",
-        help="where to listen; 0.0.0.0: on all networks")
+        help="where to listen; 0.0.0.0: on all networks; ::: also those of IPv6")
     add("--port", type=cli.within(int, 0, 65535), default=8080, metavar="N", help="0: any free one")
-    add("--api-key", metavar="KEY", help="what clients have to send")
+    add("--api-key", type=cli.in_utf8, metavar="KEY", help="what clients have to send")
+    add("--alias", type=cli.in_utf8, metavar="NAME",
+        help="the model's name for clients [that of its folder or file]")
     add("--cors", action="append", default=[], metavar="ORIGIN",
         help="allow web pages of this origin, such as https://example.org, besides those on"
         " localhost; * is all; may be repeated")
@@ -86,8 +91,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--debug", action="store_true", help="print errors with their traceback")
     # fmt: on
     args = parser.parse(argv, lambda args: "serve")
-    if "" in (args.model, args.host, args.api_key):
-        parser.error("-m, --host or --api-key is empty")
+    if "" in (args.model, args.host, args.api_key, args.alias):
+        parser.error("-m, --host, --api-key or --alias is empty")
     if error := cli.model_contradiction(args):
         parser.error(error)
     cli.settle_model(args)
@@ -222,16 +227,18 @@ class Desk:
 
 def parts_of(request: ModelRequest, session: Session, model: str) -> Iterator[bytes]:
     """The parts of an answer, of which nothing is evaluated yet: what fails later is not the
-    client's fault. Raises APIError for what is: a prompt that does not fit into the context, or
-    that the tokenizer or the chat template refuses."""
+    client's fault. Raises APIError for what does now, whatever it is, and on all ranks: a prompt
+    that does not fit into the context, or that the tokenizer or the chat template refuses."""
     from engine import ContextFull
 
     try:
         return request.answer(session, model)
     except ContextFull as error:
         raise APIError(str(error), code="context_length_exceeded") from None
-    except ValueError as error:
-        raise APIError(str(error)) from None
+    except ConnectionError:  # the other process has ended
+        raise
+    except Exception as error:
+        raise APIError(cli.error_line(error)) from None
 
 
 def failure(error: Exception, debug: bool) -> APIError:
@@ -246,9 +253,11 @@ def failure(error: Exception, debug: bool) -> APIError:
 class Client:
     """A request for the model, and what is still to be sent of the answer."""
 
-    def __init__(self, number: int, request: ModelRequest):
+    def __init__(self, number: int, request: ModelRequest, size: int):
+        """size: bytes of its body."""
         self.number = number
         self.request = request
+        self.size = size
         self.parts: asyncio.Queue[Part | None] = asyncio.Queue()  # None: the client has gone
         self.watching: asyncio.Task | None = None  # asyncio's own references are weak
 
@@ -274,7 +283,7 @@ class Frontend:
             allow_headers=["*"],
             allow_private_network=True,
         )
-        middleware = [cors]
+        middleware = [Middleware(without_empty_segments), cors]
         if args.api_key:
             middleware.append(Middleware(require_key, key=args.api_key))
         self.about = {
@@ -298,9 +307,13 @@ class Frontend:
             middleware=middleware,
             exception_handlers={HTTPException: error_response, Exception: self.failed},
         )
+        self.app.router.redirect_slashes = False
+        self.note_once = lru_cache(99)(cli.note)
 
     async def run(self, listener: socket.socket, access_log: bool) -> None:
-        asyncio.get_running_loop().add_reader(self.pipe.fileno(), self.receive)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self.pipe.fileno(), self.receive)
+        loop.set_exception_handler(self.note_error)
         logging.getLogger("uvicorn.error").disabled = True  # of what clients do wrong
         logging.getLogger("uvicorn.access").addHandler(logging.StreamHandler())
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
@@ -333,6 +346,12 @@ class Frontend:
     def send(self, number: int, request: ModelRequest | None) -> None:
         self.sender.submit(self.pipe.send, Asked(number, request))
 
+    def note_error(self, _: asyncio.AbstractEventLoop, context: dict) -> None:
+        """Report what fails outside of a request, such as accepting one when all file descriptors
+        are in use: asyncio tries that again without end."""
+        error = context.get("exception")
+        self.note_once(f"error: {cli.error_line(error) if error else context['message']}")
+
     async def about_model(self, received: Request) -> Response:
         name = received.path_params["name"]
         if name != self.about["id"]:
@@ -342,13 +361,18 @@ class Frontend:
 
     async def answer(self, kind: type[ModelRequest], received: Request) -> ASGIApp:
         try:
-            request = parse_request(await body_of(received), kind)
+            body = await body_of(received)
+            request = parse_request(body, kind)
         except ClientDisconnect:
             return Response()  # nobody reads it
         if len(self.clients) >= self.most:
             message = f"the server is busy, and its queue of {self.queue_limit} is full"
             raise APIError(message, 503, "queue_full")
-        client = Client(next(self.numbers), request)
+        size = sum(client.size for client in self.clients.values())
+        if self.clients and size + len(body) > QUEUE_BYTES:
+            message = f"the server is busy, and what it answers has {size} of {QUEUE_BYTES} bytes"
+            raise APIError(message, 503, "queue_full")
+        client = Client(next(self.numbers), request, len(body))
         self.clients[client.number] = client
         self.send(client.number, request)
         client.watching = asyncio.create_task(self.watch(client, received))
@@ -398,14 +422,27 @@ class AllowedOrigins(CORSMiddleware):
         await response(scope, receive, send)
 
 
-def require_key(app: ASGIApp, key: str) -> ASGIApp:
-    """Answer only requests with the key, except for the server's health."""
-    wanted = f"Bearer {key}".encode()
+def without_empty_segments(app: ASGIApp) -> ASGIApp:
+    """Take //v1/models/ for /v1/models. A redirection would name the scheme and the host that this
+    process sees, which may stand behind a proxy."""
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
-        given = dict(scope["headers"]).get(b"authorization", b"")
+        segments = filter(None, scope["path"].split("/"))
+        await app(scope | {"path": "/" + "/".join(segments)}, receive, send)
+
+    return run
+
+
+def require_key(app: ASGIApp, key: str) -> ASGIApp:
+    """Answer only requests with the key, except for the server's health."""
+    wanted = key.encode()
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        header = dict(scope["headers"]).get(b"authorization", b"")
+        scheme, _, given = header.partition(b" ")
         response = app
-        if scope["path"] not in HEALTH and not hmac.compare_digest(given, wanted):
+        has_key = scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), wanted)
+        if scope["path"] not in HEALTH and not has_key:
             error = APIError("the API key is missing or wrong", 401, "invalid_api_key")
             response = await error_response(None, error)
         await response(scope, receive, send)
@@ -435,8 +472,9 @@ async def error_response(received: Request | None, error: HTTPException) -> Resp
 
 def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both = family is socket.AF_INET6 and socket.has_dualstack_ipv6()  # :: is all of IPv4, too
     try:
-        listener = socket.create_server((host, port), family=family)
+        listener = socket.create_server((host, port), family=family, dualstack_ipv6=both)
     except OSError as error:
         reason, *_ = error.strerror.split(" (while")  # create_server adds the address
         raise OSError(f"cannot listen on {host}, port {port}: {reason}") from None
@@ -477,6 +515,20 @@ def warm_up(session: Session, parallel: int) -> None:
         session.batch(["a"] * count, n=2 * count)
 
 
+def model_name(model: str, alias: str | None) -> str:
+    """What a model is called: its alias, its name on the hub, or that of its folder or file. Of a
+    file that is named by its content, as in ollama's store and the hub's, the name inside."""
+    from loading.gguf import read_header
+
+    path = local_checkpoint(model)
+    if alias or not path:
+        return alias or model
+    name = os.path.basename(os.path.abspath(path))
+    if re.fullmatch("(sha256-)?[0-9a-f]{40,64}", name) and path.is_file():
+        name = read_header(path).get("general.name", str) or name
+    return name
+
+
 def work(pipe: Connection | None, args: argparse.Namespace, ranks: Ranks) -> int:
     from loading.place import pick_device
 
@@ -485,9 +537,7 @@ def work(pipe: Connection | None, args: argparse.Namespace, ranks: Ranks) -> int
     with suppress(ValueError):  # whoever asks for a chat is told that the template fails
         session.turn_ends()
     warm_up(session, args.parallel)
-    model = args.model  # its name, on the hub
-    if path := local_checkpoint(args.model):
-        model = path.resolve().name
+    model = model_name(args.model, args.alias)
     if not args.quiet:
         host = f"[{args.host}]" if ":" in args.host else args.host
         cli.note(f"model     {session.model.checkpoint.folder}")

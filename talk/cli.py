@@ -80,6 +80,11 @@ def note(text: str) -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
+@functools.cache
+def note_once(text: str) -> None:
+    note(f"note: {text}")
+
+
 def _wrapped(line: str) -> str:
     label = re.match(r"(\S+ )+ +|", line)
     return textwrap.fill(
@@ -327,6 +332,15 @@ def within(kind: type, low: float, high: float = float("inf")) -> Callable[[str]
         return value
 
     return number
+
+
+def in_utf8(text: str) -> str:
+    """An argparse type: what can be sent to other programs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be UTF-8") from None
+    return text
 
 
 def device_name_of(text: str) -> str:
