@@ -37,7 +37,7 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from cards.cpu import cpu_product_dtype
-from engine import Engine, Timings, generate
+from engine import Engine, Sequence, Timings, generate
 from formats import Matrix
 from launch import jit, tl
 from loading.checkpoint import load
@@ -279,6 +279,9 @@ class Row:
     std: float | None  # None: a single run
     # Of the read ceiling for generation, of the product ceiling for a prompt
     percent_of_ceiling: float
+    # Milliseconds until a prompt of FIRST_PROMPT tokens has its first token while the other texts are
+    # being written; None for a test of prompts
+    first_ms: float | None = None
 
 
 def format_of(model: Llama) -> str:
@@ -335,21 +338,81 @@ def generation_speeds(engine: Engine, test: Test, repetitions: int) -> list[floa
     return speeds[1:]
 
 
+FIRST_PROMPT = 512
+
+
+def begun(engine: Engine, prompt: list[int], n: int) -> Sequence:
+    """A text that has n tokens and begins as soon as there is a slot."""
+    sequence = Sequence(prompt, lambda token, score: False, n, Sampling())
+    engine.add(sequence)
+    return sequence
+
+
+def tokens_of(texts: list[Sequence]) -> int:
+    return sum(len(text.ids) for text in texts)
+
+
+def run_all(engine: Engine) -> None:
+    while not engine.idle:
+        engine.step()
+
+
+def several_speeds(engine: Engine, test: Test, repetitions: int) -> list[float]:
+    """Tokens a second of all texts together, while all of them are being written."""
+    prompts = [random_ids(engine.model, max(test.depth, 1)) for _ in range(test.texts)]
+    for prompt in prompts:
+        begun(engine, prompt, 1)
+    run_all(engine)  # what is measured finds its prompt evaluated
+    speeds = []
+    for _ in range(1 + repetitions):
+        texts = [begun(engine, prompt, test.n + test.texts) for prompt in prompts]
+        while engine.waiting or any(text.starts for text in texts):
+            engine.step()
+        before, start = tokens_of(texts), time.perf_counter()
+        while not any(text.finished for text in texts):
+            engine.step()
+        speeds.append((tokens_of(texts) - before) / (time.perf_counter() - start))
+        run_all(engine)
+    return speeds[1:]
+
+
+def first_token_ms(engine: Engine, test: Test) -> float:
+    """Milliseconds from the arrival of a prompt to its first token, beside texts that are being
+    written in all other slots."""
+    times = []
+    for _ in range(4):  # the first two may capture graphs
+        prompts = [random_ids(engine.model, max(test.depth, 1)) for _ in range(test.texts - 1)]
+        others = [begun(engine, prompt, test.n + 1) for prompt in prompts]
+        while engine.waiting or any(text.starts for text in others):
+            engine.step()
+        start = time.perf_counter()
+        length = min(FIRST_PROMPT, engine.size - 1)
+        text = begun(engine, random_ids(engine.model, length), 1)
+        while not text.finished:
+            engine.step()
+        times.append(1e3 * (time.perf_counter() - start))
+        run_all(engine)
+    return min(times[2:])
+
+
 def bound(model: Llama, test: Test) -> float:
     """Tokens a second at the ceiling: the product rate for a prompt, the read bandwidth for
-    generation."""
+    generation, where a pass reads the matrices once and the cache of each text."""
     if test.kind == "pp":
         rate = product_ceiling(model.device, product_dtype(model))
         return rate * test.n / prefill_operations(model, test.n, test.depth)
-    return read_ceiling(model.device) / decode_bytes(model, test.depth + test.n / 2)
+    moved = decode_bytes(model, test.texts * (test.depth + test.n / 2))
+    return test.texts * read_ceiling(model.device) / moved
 
 
 def throughput(args: argparse.Namespace, dtype: str, format: str) -> Iterator[Row]:
     """The rows of one model: prompts, then generation, at each depth."""
     start = time.perf_counter()
-    model = open_model(args, dtype, max(test.depth + test.n for test in args.tests) + 1, format)
+    model = open_model(
+        args, dtype, max(test.depth + test.n + test.texts for test in args.tests), format
+    )
     loaded = time.perf_counter() - start
-    engine, device = Engine(model), model.device
+    device = model.device
     note(
         f"loaded in {loaded:.2f} s on {device}{args.ranks.described(bool(model.exchange), device)}"
     )
@@ -368,11 +431,21 @@ def throughput(args: argparse.Namespace, dtype: str, format: str) -> Iterator[Ro
         format=format_of(model),
         kv="e4m3" if model.kv_fp8 else dtype_name,
     )
-    for test in args.tests:
-        speeds_of = prompt_speeds if test.kind == "pp" else generation_speeds
-        mean, std = spread(speeds_of(engine, test, args.repetitions))
-        yield Row(**about, test=str(test), tokens_per_s=mean, std=std,
-            percent_of_ceiling=percent(mean, bound(model, test)))  # fmt: skip
+    for texts, tests in itertools.groupby(args.tests, key=lambda test: test.texts):
+        engine = Engine(model, texts)
+        for test in tests:
+            first_ms = None
+            if test.kind == "pp":
+                speeds = prompt_speeds(engine, test, args.repetitions)
+            elif texts == 1:
+                speeds = generation_speeds(engine, test, args.repetitions)
+            else:
+                speeds = several_speeds(engine, test, args.repetitions)
+            if test.kind == "tg":
+                first_ms = first_token_ms(engine, test)
+            mean, std = spread(speeds)
+            yield Row(**about, test=str(test), tokens_per_s=mean, std=std,
+                percent_of_ceiling=percent(mean, bound(model, test)), first_ms=first_ms)  # fmt: skip
     as_dtype = product_dtype(model)
     read, product = read_ceiling(device) / 1e9, product_ceiling(device, as_dtype) / 1e12
     name = str(as_dtype).removeprefix("torch.")
@@ -520,6 +593,7 @@ def exit_code_of(run: Callable[[argparse.Namespace], None], args: argparse.Names
 
 
 LEGEND = """\
+first_ms: milliseconds to the first token after a prompt of 512, while the other texts are written
 percent_of_ceiling: the share of the speed at which memory can be read (tg) or matrices can be
 multiplied (pp)"""
 

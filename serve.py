@@ -1,8 +1,8 @@
 """Serve a model over HTTP with OpenAI's API, for editors, front ends and agents.
 
-One process has the model, and answers one request at a time. Another talks with clients, by way of
-starlette and uvicorn, so that the model never waits for Python's GIL. What requests and answers
-look like is in talk/openai.py."""
+One process has the model, and answers several requests beside each other. Another talks with clients,
+by way of starlette and uvicorn, so that the model never waits for Python's GIL. What requests and
+answers look like is in talk/openai.py."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ if __name__ == "__main__":  # the imports take time, and Ctrl-C needs no traceba
 import argparse
 import asyncio
 import hmac
+import itertools
 import logging
-import mmap
 import multiprocessing
 import os
+import re
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -48,6 +50,8 @@ if TYPE_CHECKING:  # they import torch, which takes seconds
     from session import Session
 
 BODY_BYTES = 8 << 20
+# Of the bodies of all requests that are not answered yet: as objects of Python they take ten times that
+QUEUE_BYTES = 4 * BODY_BYTES
 LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"  # origins that are always allowed
 HEALTH = ("/health", "/v1/health")
 # Seconds between two parts of a stream. Each part takes 0.3 ms of the model's time, or more where
@@ -71,20 +75,24 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add = parser.group("server")
     # fmt: off
     add("--host", default="127.0.0.1", metavar="ADDRESS",
-        help="where to listen; 0.0.0.0: on all networks")
+        help="where to listen; 0.0.0.0: on all networks; ::: also those of IPv6")
     add("--port", type=cli.within(int, 0, 65535), default=8080, metavar="N", help="0: any free one")
-    add("--api-key", metavar="KEY", help="what clients have to send")
+    add("--api-key", type=cli.in_utf8, metavar="KEY", help="what clients have to send")
+    add("--alias", type=cli.in_utf8, metavar="NAME",
+        help="the model's name for clients [that of its folder or file]")
     add("--cors", action="append", default=[], metavar="ORIGIN",
         help="allow web pages of this origin, such as https://example.org, besides those on"
         " localhost; * is all; may be repeated")
+    add("-np", "--parallel", type=cli.within(int, 1, 16), default=4, metavar="N",
+        help="how many texts are written beside each other, each with a context of its own [4]")
     add("--queue", type=cli.within(int, 0, 10_000), default=64, metavar="N",
         help="how many requests may wait; others are refused")
     add("--quiet", action="store_true", help="print only errors")
     add("--debug", action="store_true", help="print errors with their traceback")
     # fmt: on
     args = parser.parse(argv, lambda args: "serve")
-    if "" in (args.model, args.host, args.api_key):
-        parser.error("-m, --host or --api-key is empty")
+    if "" in (args.model, args.host, args.api_key, args.alias):
+        parser.error("-m, --host, --api-key or --alias is empty")
     if error := cli.model_contradiction(args):
         parser.error(error)
     cli.settle_model(args)
@@ -98,95 +106,139 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 class Part(NamedTuple):
     """A part of an answer, for the process that talks with clients."""
 
+    number: int  # of the request
     body: bytes
     status: int = 200
     last: bool = True
 
 
-class Link:
-    """The connection of the process that has the model to the one that talks with clients: requests
-    come in one at a time, parts of each answer go out."""
+class Asked(NamedTuple):
+    """What that process passes on: a request, or None for one whose client has gone."""
 
-    def __init__(self, pipe: Connection | None = None, gone: mmap.mmap | bytes = b"\0"):
-        """pipe: None on all ranks but the first, which alone has clients. gone: a byte that both
-        processes share, and which is not 0 if the client has gone."""
-        self.pipe = pipe
-        self.gone = gone
+    number: int
+    request: ModelRequest | None
+
+
+class Job:
+    """A request that is being answered."""
+
+    def __init__(self, asked: Asked, parts: Iterator[bytes]):
+        self.number = asked.number
+        self.request = asked.request
+        self.parts = parts
         self.begun = False  # a part of the answer has been sent
+        self.unsent = b""
+        self.sent = 0.0  # when
 
-    def receive(self) -> ModelRequest:
-        self.begun = False
-        return self.pipe.recv()
+    @property
+    def ready(self) -> bool:
+        """Whether the next part is there without a pass."""
+        texts = self.request.texts
+        return any(text.ready for text in texts) or all(text.ended for text in texts)
+
+    def due(self) -> Part | None:
+        """What is to be sent now of a stream."""
+        now = time.perf_counter()
+        if not (self.request.is_stream and self.unsent and now > self.sent + PAUSE):
+            return None
+        self.begun = True
+        self.sent = now
+        part = Part(self.number, self.unsent, last=False)
+        self.unsent = b""
+        return part
+
+    def failed(self, error: APIError) -> Part:
+        """An error as the whole answer or, in a stream that has begun, as its last event."""
+        body = error_body(error)
+        body = event(body) if self.begun else to_json(body)
+        return Part(self.number, body, error.status_code)
+
+    def close(self) -> None:
+        for text in self.request.texts:
+            text.close()
+
+
+class Desk:
+    """Answers requests beside each other, on all ranks together."""
+
+    def __init__(self, session: Session, model: str, pipe: Connection | None, debug: bool = False):
+        """model: its name. pipe: to the process that talks with clients; None on all ranks but the
+        first, which alone has clients."""
+        self.session = session
+        self.model = model
+        self.pipe = pipe
+        self.debug = debug
+        self.jobs: dict[int, Job] = {}
+
+    def work(self) -> None:
+        """Take what clients have asked for, send them what there is, and run a pass."""
+        for asked in self.asked():
+            if asked.request:
+                self.begin(asked)
+            elif job := self.jobs.pop(asked.number, None):
+                job.close()
+        for job in [*self.jobs.values()]:
+            self.go_on(job)
+        if self.jobs:
+            self.session.engine.step()
+
+    def asked(self) -> list[Asked]:
+        """What clients have asked for since the last pass. Waits for it if there is nothing to do."""
+        found = []
+        while self.pipe and (self.pipe.poll() or not (self.jobs or found)):
+            found.append(self.pipe.recv())
+        if not self.session.ranks.agree(bool(found)):
+            return []
+        return self.session.ranks.broadcast(lambda: found)
+
+    def begin(self, asked: Asked) -> None:
+        try:
+            job = Job(asked, parts_of(asked.request, self.session, self.model))
+            for text in asked.request.texts:
+                text.begin()
+            self.jobs[asked.number] = job
+        except APIError as error:
+            self.send(Job(asked, iter(())).failed(error))
+        except Exception as error:
+            self.send(Job(asked, iter(())).failed(failure(error, self.debug)))
+
+    def go_on(self, job: Job) -> None:
+        """Take the parts of an answer that are there, and send them if it is time."""
+        try:
+            while job.ready:
+                job.unsent += next(job.parts)
+            last = job.due()
+        except StopIteration:
+            last = Part(job.number, job.unsent)
+        except APIError as error:
+            last = job.failed(error)
+        except Exception as error:
+            last = job.failed(failure(error, self.debug))
+        if last:
+            self.send(last)
+        if last and last.last:
+            job.close()
+            del self.jobs[job.number]
 
     def send(self, part: Part) -> None:
-        self.begun = True
         if self.pipe:
             self.pipe.send(part)
 
-    def send_error(self, error: APIError) -> None:
-        """Send an error as the whole answer or, in a stream that has begun, as the last event."""
-        body = error_body(error)
-        body = event(body) if self.begun else to_json(body)
-        self.send(Part(body, error.status_code))
 
-
-class ClientGone(Exception):
-    """The client has gone."""
-
-
-def write_next(session: Session, model: str, link: Link, debug: bool = False) -> None:
-    """Wait for a request, and answer it, on all ranks together. model: its name."""
-    ranks = session.ranks
-    request = ranks.broadcast(link.receive)
-    try:
-        write(session, model, request, link)
-    except ClientGone:
-        link.send(Part(b""))
-    except APIError as error:
-        link.send_error(error)
-    except ConnectionError:  # the other process has ended
-        raise
-    except Exception as error:
-        if ranks.size > 1:  # the others may wait for this one
-            raise
-        session.state.truncate(0)  # what is in it may be wrong
-        link.send_error(failure(error, debug))
-    finally:
-        session.end()
-
-
-def write(session: Session, model: str, request: ModelRequest, link: Link) -> None:
-    def stop_if_gone(*_) -> None:
-        if session.ranks.agree(link.gone[0] != 0):
-            raise ClientGone
-
-    unsent = b""
-    sent = 0.0  # when
-    for part in parts_of(request, session, model, stop_if_gone):
-        unsent += part
-        now = time.perf_counter()
-        if request.is_stream and unsent and now > sent + PAUSE:
-            link.send(Part(unsent, last=False))
-            unsent = b""
-            sent = now
-        stop_if_gone()
-    link.send(Part(unsent))
-
-
-def parts_of(
-    request: ModelRequest, session: Session, model: str, progress: Callable[[int, int], None]
-) -> Iterator[bytes]:
+def parts_of(request: ModelRequest, session: Session, model: str) -> Iterator[bytes]:
     """The parts of an answer, of which nothing is evaluated yet: what fails later is not the
-    client's fault. Raises APIError for what is: a prompt that does not fit into the context, or
-    that the tokenizer or the chat template refuses."""
+    client's fault. Raises APIError for what does now, whatever it is, and on all ranks: a prompt
+    that does not fit into the context, or that the tokenizer or the chat template refuses."""
     from engine import ContextFull
 
     try:
-        return request.answer(session, model, progress)
+        return request.answer(session, model)
     except ContextFull as error:
         raise APIError(str(error), code="context_length_exceeded") from None
-    except ValueError as error:
-        raise APIError(str(error)) from None
+    except ConnectionError:  # the other process has ended
+        raise
+    except Exception as error:
+        raise APIError(cli.error_line(error)) from None
 
 
 def failure(error: Exception, debug: bool) -> APIError:
@@ -201,25 +253,28 @@ def failure(error: Exception, debug: bool) -> APIError:
 class Client:
     """A request for the model, and what is still to be sent of the answer."""
 
-    def __init__(self, request: ModelRequest):
+    def __init__(self, number: int, request: ModelRequest, size: int):
+        """size: bytes of its body."""
+        self.number = number
         self.request = request
+        self.size = size
         self.parts: asyncio.Queue[Part | None] = asyncio.Queue()  # None: the client has gone
         self.watching: asyncio.Task | None = None  # asyncio's own references are weak
 
 
 class Frontend:
-    """The HTTP application. Requests for the model wait in it for their turn; what is answered at
-    other paths never changes."""
+    """The HTTP application. Requests for the model go there at once; what is answered at other paths
+    never changes."""
 
-    def __init__(
-        self, args: argparse.Namespace, pipe: Connection, gone: mmap.mmap, model: str, size: int
-    ):
-        """pipe and gone: see Link. model: its name; size: of its context."""
+    def __init__(self, args: argparse.Namespace, pipe: Connection, model: str, size: int):
+        """pipe: to the process that has the model. model: its name; size: of its context."""
         self.pipe = pipe
-        self.gone = gone
         self.debug = args.debug
+        self.most = args.parallel + args.queue
         self.queue_limit = args.queue
-        self.waiting: list[Client] = []  # in order of arrival; the first one's answer is written
+        self.clients: dict[int, Client] = {}
+        self.numbers = itertools.count()
+        self.sender = ThreadPoolExecutor(1)  # where waiting for the model delays nobody
         cors = Middleware(
             AllowedOrigins,
             allow_origins=args.cors,
@@ -228,7 +283,7 @@ class Frontend:
             allow_headers=["*"],
             allow_private_network=True,
         )
-        middleware = [cors]
+        middleware = [Middleware(without_empty_segments), cors]
         if args.api_key:
             middleware.append(Middleware(require_key, key=args.api_key))
         self.about = {
@@ -252,9 +307,13 @@ class Frontend:
             middleware=middleware,
             exception_handlers={HTTPException: error_response, Exception: self.failed},
         )
+        self.app.router.redirect_slashes = False
+        self.note_once = lru_cache(99)(cli.note)
 
     async def run(self, listener: socket.socket, access_log: bool) -> None:
-        asyncio.get_running_loop().add_reader(self.pipe.fileno(), self.receive)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self.pipe.fileno(), self.receive)
+        loop.set_exception_handler(self.note_error)
         logging.getLogger("uvicorn.error").disabled = True  # of what clients do wrong
         logging.getLogger("uvicorn.access").addHandler(logging.StreamHandler())
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
@@ -277,12 +336,21 @@ class Frontend:
             part = self.pipe.recv()
         except (EOFError, OSError):
             os._exit(0)
-        self.waiting[0].parts.put_nowait(part)
+        client = self.clients.get(part.number)
+        if client is None:  # it has gone
+            return
+        client.parts.put_nowait(part)
         if part.last:
-            del self.waiting[0]
-            self.gone[0] = 0
-            if self.waiting:
-                self.pipe.send(self.waiting[0].request)
+            del self.clients[part.number]
+
+    def send(self, number: int, request: ModelRequest | None) -> None:
+        self.sender.submit(self.pipe.send, Asked(number, request))
+
+    def note_error(self, _: asyncio.AbstractEventLoop, context: dict) -> None:
+        """Report what fails outside of a request, such as accepting one when all file descriptors
+        are in use: asyncio tries that again without end."""
+        error = context.get("exception")
+        self.note_once(f"error: {cli.error_line(error) if error else context['message']}")
 
     async def about_model(self, received: Request) -> Response:
         name = received.path_params["name"]
@@ -293,15 +361,20 @@ class Frontend:
 
     async def answer(self, kind: type[ModelRequest], received: Request) -> ASGIApp:
         try:
-            client = Client(parse_request(await body_of(received), kind))
+            body = await body_of(received)
+            request = parse_request(body, kind)
         except ClientDisconnect:
             return Response()  # nobody reads it
-        if len(self.waiting) > self.queue_limit:
+        if len(self.clients) >= self.most:
             message = f"the server is busy, and its queue of {self.queue_limit} is full"
             raise APIError(message, 503, "queue_full")
-        self.waiting.append(client)
-        if client is self.waiting[0]:
-            self.pipe.send(client.request)
+        size = sum(client.size for client in self.clients.values())
+        if self.clients and size + len(body) > QUEUE_BYTES:
+            message = f"the server is busy, and what it answers has {size} of {QUEUE_BYTES} bytes"
+            raise APIError(message, 503, "queue_full")
+        client = Client(next(self.numbers), request, len(body))
+        self.clients[client.number] = client
+        self.send(client.number, request)
         client.watching = asyncio.create_task(self.watch(client, received))
         first = await client.parts.get()
         if first is None:
@@ -317,10 +390,8 @@ class Frontend:
         while (await received.receive())["type"] != "http.disconnect":
             pass
         client.parts.put_nowait(None)
-        if client in self.waiting[1:]:
-            self.waiting.remove(client)
-        elif client in self.waiting:
-            self.gone[0] = 1
+        if self.clients.pop(client.number, None):
+            self.send(client.number, None)
 
     async def failed(self, received: Request, error: Exception) -> Response:
         return await error_response(received, failure(error, self.debug))
@@ -351,14 +422,27 @@ class AllowedOrigins(CORSMiddleware):
         await response(scope, receive, send)
 
 
-def require_key(app: ASGIApp, key: str) -> ASGIApp:
-    """Answer only requests with the key, except for the server's health."""
-    wanted = f"Bearer {key}".encode()
+def without_empty_segments(app: ASGIApp) -> ASGIApp:
+    """Take //v1/models/ for /v1/models. A redirection would name the scheme and the host that this
+    process sees, which may stand behind a proxy."""
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
-        given = dict(scope["headers"]).get(b"authorization", b"")
+        segments = filter(None, scope["path"].split("/"))
+        await app(scope | {"path": "/" + "/".join(segments)}, receive, send)
+
+    return run
+
+
+def require_key(app: ASGIApp, key: str) -> ASGIApp:
+    """Answer only requests with the key, except for the server's health."""
+    wanted = key.encode()
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        header = dict(scope["headers"]).get(b"authorization", b"")
+        scheme, _, given = header.partition(b" ")
         response = app
-        if scope["path"] not in HEALTH and not hmac.compare_digest(given, wanted):
+        has_key = scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), wanted)
+        if scope["path"] not in HEALTH and not has_key:
             error = APIError("the API key is missing or wrong", 401, "invalid_api_key")
             response = await error_response(None, error)
         await response(scope, receive, send)
@@ -388,8 +472,9 @@ async def error_response(received: Request | None, error: HTTPException) -> Resp
 
 def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both = family is socket.AF_INET6 and socket.has_dualstack_ipv6()  # :: is all of IPv4, too
     try:
-        listener = socket.create_server((host, port), family=family)
+        listener = socket.create_server((host, port), family=family, dualstack_ipv6=both)
     except OSError as error:
         reason, *_ = error.strerror.split(" (while")  # create_server adds the address
         raise OSError(f"cannot listen on {host}, port {port}: {reason}") from None
@@ -399,21 +484,20 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def start_frontend(args: argparse.Namespace) -> Link:
-    """Start the process that talks with clients, and return the link to it. It begins when it is
+def start_frontend(args: argparse.Namespace) -> Connection:
+    """Start the process that talks with clients, and return the pipe to it. It begins when it is
     sent the model's name and its context's size. Raises OSError."""
     listener = listen(args.host, args.port)
     args.port = listener.getsockname()[1]
     ours, theirs = multiprocessing.Pipe()
-    gone = mmap.mmap(-1, 1)
     if os.fork():
         theirs.close()
         listener.close()
-        return Link(ours, gone)
+        return ours
     os.setsid()  # Ctrl-C is for the process that has the model
     ours.close()
     with suppress(EOFError):  # that process has failed to load the model
-        front = Frontend(args, theirs, gone, *theirs.recv())
+        front = Frontend(args, theirs, *theirs.recv())
         asyncio.run(front.run(listener, not args.quiet))
     os._exit(1)
 
@@ -421,30 +505,53 @@ def start_frontend(args: argparse.Namespace) -> Link:
 # ---- the program
 
 
-def work(link: Link, args: argparse.Namespace, ranks: Ranks) -> int:
+def warm_up(session: Session, parallel: int) -> None:
+    """Write as many texts at once as there may be, and fewer before, so that what a first text compiles
+    and captures is ready when a client asks."""
     from engine import ContextFull
+
+    count = parallel if session.model.uses_graphs else 1
+    with suppress(ContextFull):  # of one token
+        session.batch(["a"] * count, n=2 * count)
+
+
+def model_name(model: str, alias: str | None) -> str:
+    """What a model is called: its alias, its name on the hub, or that of its folder or file. Of a
+    file that is named by its content, as in ollama's store and the hub's, the name inside."""
+    from loading.gguf import read_header
+
+    path = local_checkpoint(model)
+    if alias or not path:
+        return alias or model
+    name = os.path.basename(os.path.abspath(path))
+    if re.fullmatch("(sha256-)?[0-9a-f]{40,64}", name) and path.is_file():
+        name = read_header(path).get("general.name", str) or name
+    return name
+
+
+def work(pipe: Connection | None, args: argparse.Namespace, ranks: Ranks) -> int:
     from loading.place import pick_device
 
     ranks.join(pick_device(args.device, ranks))
     session = open_session(args, ranks)
     with suppress(ValueError):  # whoever asks for a chat is told that the template fails
         session.turn_ends()
-    # What a first text compiles is ready when a client asks
-    with suppress(ContextFull):  # of one token
-        session.generate("a", n=2).finish()
-    model = args.model  # its name, on the hub
-    if path := local_checkpoint(args.model):
-        model = path.resolve().name
+    warm_up(session, args.parallel)
+    model = model_name(args.model, args.alias)
     if not args.quiet:
         host = f"[{args.host}]" if ":" in args.host else args.host
         cli.note(f"model     {session.model.checkpoint.folder}")
-        cli.note(f"running   {session.types()}, context {session.ctx_size}")
+        cli.note(
+            f"running   {session.types()}, context {session.ctx_size}"
+            f" for each of {args.parallel} texts"
+        )
         cli.note(f"serving   http://{host}:{args.port}/v1 (Ctrl-C ends it)")
     try:
-        if link.pipe:
-            link.pipe.send((model, session.ctx_size))
+        if pipe:
+            pipe.send((model, session.ctx_size))
+        desk = Desk(session, model, pipe, args.debug)
         while True:
-            write_next(session, model, link, args.debug)
+            desk.work()
     except (EOFError, ConnectionError):
         what = "the process that answers clients has ended"
         raise RuntimeError(what) from None
@@ -452,16 +559,16 @@ def work(link: Link, args: argparse.Namespace, ranks: Ranks) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    link = Link()
+    pipe = None
     if cli.is_rank0():
         try:
-            link = start_frontend(args)
+            pipe = start_frontend(args)
         except OSError as error:
             cli.note(f"error: {cli.error_line(error)}")
             return 1
     cli.import_torch()
     cli.set_environment(args)
-    return cli.exit_code(partial(work, link), args)
+    return cli.exit_code(partial(work, pipe), args)
 
 
 if __name__ == "__main__":

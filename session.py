@@ -57,6 +57,7 @@ class Text:
         self.stream = stream
         self.eos = eos
         self.pieces: deque[Piece] = deque()
+        self.lacking: deque[bool] = deque()  # whether ids go on beyond the text after each of them
         self.tokens = 0  # of the text, with an eos
         self.finished = False
         self.ended_by = ""  # "stop" or "eos", once it has ended so
@@ -90,10 +91,12 @@ class Text:
         """Let the text begin with the prompt."""
         self.length += len(prompt)
         self.pieces.append(Piece(prompt, [], logprobs))
+        self.lacking.append(False)
 
     def _add(self, text: str, ids: list[int]) -> None:
         self.length += len(text)
         self.pieces.append(Piece(text, ids, self._due()))
+        self.lacking.append(self.stream.lacks_text)
 
     def _due(self) -> list[Logprob]:
         """The log-probabilities of tokens that begin in the text so far, each once."""
@@ -121,18 +124,19 @@ class Generation:
         # full), or "interrupt", which holds until another reason is known
         self.ended_by = "interrupt"
         self.timings = sequence.timings
+        self.lacks_text = False  # ids go on beyond the text
         self._engine = engine
         self._sequence = sequence
         self._text = text
         self._begun = False
-        self._ended = False
+        self.ended = False
         self._at_end: list[Callable[[Generation], None]] = []
 
     def __iter__(self) -> Iterator[Piece]:
         return self
 
     def __next__(self) -> Piece:
-        if self._ended:
+        if self.ended:
             raise StopIteration
         self.begin()
         sequence, text = self._sequence, self._text
@@ -151,6 +155,7 @@ class Generation:
                 raise StopIteration
             text.finish()
         piece = text.pieces.popleft()
+        self.lacks_text = text.lacking.popleft()
         new = len(piece.ids)
         if text.ended_by == "eos" and not text.pieces:
             new += 1
@@ -169,8 +174,8 @@ class Generation:
 
     @property
     def ready(self) -> bool:
-        """Whether the next piece is there, or the end."""
-        return bool(self._text.pieces) or self._sequence.finished or self._ended
+        """Whether the next piece, or the end, is there without a pass."""
+        return not self.ended and (bool(self._text.pieces) or self._sequence.finished)
 
     def finish(self) -> Generation:
         """Generate all of the text. Returns this object."""
@@ -180,8 +185,8 @@ class Generation:
 
     def close(self) -> None:
         """End the text here."""
-        if not self._ended:
-            self._ended = True
+        if not self.ended:
+            self.ended = True
             self._engine.leave(self._sequence)
             self._call_at_end()
 
@@ -198,7 +203,7 @@ class Generation:
         self._at_end.append(do)
 
     def _end(self) -> None:
-        self._ended = True
+        self.ended = True
         self.ended_by = self._text.ended_by
         if not self.ended_by:
             full = self._text.tokens != self._sequence.n
@@ -433,16 +438,15 @@ class Session:
             continues = False
         if not messages:
             raise ValueError("there is no message to answer, and no text of an answer to continue")
-        render = self.tokenizer.chat_prompt
-        prompt = self.ranks.broadcast(
-            lambda: render(
-                messages, pasts=self._pasts, continues=continues, tools=tools, variables=variables
+        given = dict(tools=tools, variables=variables)
+
+        def rendered() -> Prompt:
+            self.tokenizer.check_systems(messages, **given)
+            return self.tokenizer.chat_prompt(
+                messages, pasts=self._pasts, continues=continues, **given
             )
-        )
-        for message in messages:
-            if message["role"] == "system" and message["content"].strip() not in prompt.text:
-                raise ValueError("the chat template has no place for this system message")
-        return prompt
+
+        return self.ranks.broadcast(rendered)
 
     def turn_ends(self) -> tuple[set[int], list[str]]:
         """The ids and the strings that end an answer, besides eos, according to the chat template.
@@ -477,7 +481,7 @@ class Session:
     def _remember(self, prompt: Prompt, answer: Generation) -> None:
         if answer.answered:
             ids = answer.ids
-            if answer.ended_by == "stop":  # they go on beyond the text
+            if answer.lacks_text:
                 ids = self.tokenizer.encode(answer.text, bos=False)
             self._pasts.append(replace(prompt, ids=prompt.ids + ids, answer=answer.text))
 

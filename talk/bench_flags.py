@@ -4,6 +4,7 @@ torch."""
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,11 +18,15 @@ class Test(NamedTuple):
     kind: str  # "pp", a prompt, or "tg", generation
     n: int  # tokens
     depth: int  # tokens already in the cache
+    texts: int = 1  # at once
 
     def __str__(self) -> str:
+        name = f"{self.kind}{self.n}"
+        if self.texts > 1:
+            name += f" x{self.texts}"
         if self.depth:
-            return f"{self.kind}{self.n} @ d{self.depth}"
-        return f"{self.kind}{self.n}"
+            name += f" @ d{self.depth}"
+        return name
 
 
 def several(kind: Callable[[str], object]) -> Callable[[str], list]:
@@ -65,6 +70,9 @@ def add_counts(add: Callable, *names: str, default: int, help: str) -> None:
     add(*names, type=count, action="extend", default=[default], metavar="N", help=help)
 
 
+MOST_TEXTS = 16
+
+
 def add_test_flags(parser: Parser, modes: str = "") -> None:
     """The flags that say what is timed. modes: those in which they apply, if not all."""
     add = parser.group("tests", modes)
@@ -72,6 +80,9 @@ def add_test_flags(parser: Parser, modes: str = "") -> None:
     add_counts(add, "-p", "--n-prompt", default=512, help=help)
     add_counts(add, "-n", "--n-gen", default=128, help="tokens to generate; 0: none [128]")
     add_counts(add, "-d", "--depth", default=0, help="tokens already in the cache [0]")
+    texts = several(within(int, 1, MOST_TEXTS))
+    add("-np", "--parallel", type=texts, default=[1], metavar="N",
+        help="texts generated at once; their tokens per second are added up [1]")  # fmt: skip
     runs = within(int, 1, 1000)
     help = "timed runs, after one warm-up"
     add("-r", "--repetitions", type=runs, default=5, metavar="N", help=help)
@@ -98,11 +109,12 @@ def find_models(parser: Parser, args: argparse.Namespace) -> None:
 
 
 def tests_of(parser: Parser, args: argparse.Namespace) -> list[Test]:
-    """Prompts, then generation, at each depth."""
+    """Prompts, then generation, at each depth and with each number of texts."""
     tests = []
-    for kind, counts in (("pp", args.n_prompt), ("tg", args.n_gen)):
-        for depth in args.depth:
-            tests += [Test(kind, n, depth) for n in counts if n]
+    for depth in args.depth:
+        tests += [Test("pp", n, depth) for n in args.n_prompt if n]
+    for depth, texts in itertools.product(args.depth, args.parallel):
+        tests += [Test("tg", n, depth, texts) for n in args.n_gen if n]
     if not tests:
         parser.error("-p 0 leaves nothing to measure")
     return tests

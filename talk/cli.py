@@ -80,6 +80,11 @@ def note(text: str) -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
+@functools.cache
+def note_once(text: str) -> None:
+    note(f"note: {text}")
+
+
 def _wrapped(line: str) -> str:
     label = re.match(r"(\S+ )+ +|", line)
     return textwrap.fill(
@@ -202,7 +207,7 @@ FORMAT_NAMES = (*FORMATS_8, "int4")
 IGNORED = (  # flags of llama.cpp that mean nothing here
     "-ngl --gpu-layers --n-gpu-layers -fa --flash-attn -b --batch-size -ub --ubatch-size --mmap "
     "--no-mmap --mlock --jinja --no-warmup -co --color --log-disable --simple-io -tb "
-    "--threads-batch --context-shift --no-context-shift --keep -np --parallel --numa --perf "
+    "--threads-batch --context-shift --no-context-shift --keep --numa --perf "
     "--no-perf --repack --no-repack --verbose-prompt -mli --multiline-input -e --escape"
 ).split()
 
@@ -329,6 +334,15 @@ def within(kind: type, low: float, high: float = float("inf")) -> Callable[[str]
     return number
 
 
+def in_utf8(text: str) -> str:
+    """An argparse type: what can be sent to other programs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be UTF-8") from None
+    return text
+
+
 def device_name_of(text: str) -> str:
     """cpu, cuda or cuda:N; llama.cpp's spellings, none and CUDAN, are accepted as well."""
     if text == "none":
@@ -448,6 +462,7 @@ def open_session(args: argparse.Namespace, ranks: Ranks) -> Session:
         lookup=args.lookup,
         draft=args.draft,
         draft_max=args.draft_max,
+        parallel=vars(args).get("parallel", 1),
         ranks=ranks,
         sampling=sampling_flags(args),
     )

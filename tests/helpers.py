@@ -455,7 +455,7 @@ def dense(m: Matrix) -> Matrix:
 
 
 def mapped(arguments, change):
-    """Arguments of an op with `change` made to all values, also in a layer or a state."""
+    """Arguments of an op with `change` made to all values, also in a layer or a pass."""
     if isinstance(arguments, SimpleNamespace):
         return changed(arguments, **mapped(vars(arguments), change))
     if isinstance(arguments, dict):
@@ -498,6 +498,63 @@ def tensors_in(arguments: tuple) -> dict[str, torch.Tensor]:
     return {name: value for name, value in values.items() if torch.is_tensor(value)}
 
 
+def a_pass(
+    heads: tuple, segments: list[tuple], dtype: torch.dtype, size: int = 0, padding: int = 0
+) -> SimpleNamespace:
+    """A pass of segments, each a number of new tokens and how many tokens of their sequence come
+    before. The sequences lie in the pool in the opposite order, with other texts between. Behind the
+    segments are rows of padding, at the last but one place. Keys and values are those of the second
+    layer of a model."""
+    H, KH, D = heads
+    size = size or max(map(sum, segments)) + 9
+    firsts = [3 + i * (size + 2) for i in reversed(range(len(segments)))]
+    P = -(-(max(firsts) + size + 4) // 16) * 16
+    numbers = partial(torch.tensor, dtype=torch.int32, device=DEVICE)
+    rows, table = [], []
+    for first, (count, before) in zip(firsts, segments):
+        table.append((first, before, len(rows), count))
+        rows += [(first + before + t, before + t) for t in range(count)]
+    rows += [(P - 2, 0)] * padding
+    place, position = zip(*rows)
+    return SimpleNamespace(
+        tokens=torch.randint(0, VOCABULARY, (P,), device=DEVICE).int(),
+        drawn=torch.full((P,), -7, dtype=torch.int32, device=DEVICE),
+        place=numbers(place),
+        position=numbers(position),
+        segments=numbers(table),
+        longest=max(count for count, _ in segments) + padding,
+        size=size,
+        k=(None, randn(KH, P, D, dtype=dtype)),
+        v=(None, randn(KH, P, D, dtype=dtype)),
+        rope=torch.randn(size, D // 2, 2, device=DEVICE),
+        rows=None,
+        feeds=False,
+        norm_eps=1e-5,
+        scratch=launch.Scratch(DEVICE),
+    )
+
+
+def alone(pass_: SimpleNamespace, segment: int) -> SimpleNamespace:
+    """The pass of one of its segments, whose sequence has a pool to itself."""
+    first, start, begin, count = pass_.segments[segment].tolist()
+    run = slice(first, first + pass_.size)
+    position = pass_.position[begin : begin + count]
+    return changed(
+        pass_,
+        tokens=pass_.tokens[run].clone(),
+        place=position.clone(),
+        position=position,
+        segments=torch.tensor([[0, start, 0, count]], dtype=torch.int32, device=DEVICE),
+        longest=count,
+        k=(None, pass_.k[1][:, run].clone()),
+        v=(None, pass_.v[1][:, run].clone()),
+        scratch=launch.Scratch(DEVICE),
+    )
+
+
+VOCABULARY = 101
+
+
 def op_arguments(
     op: str,
     dtype: torch.dtype,
@@ -506,27 +563,23 @@ def op_arguments(
     before: int,
     S: int = 0,
     biased=False,
+    segments: list[tuple] | None = None,
     **layer,
 ) -> tuple[tuple, tuple]:
     """Arguments of an op for `heads` (H, KH, D), and which of them it writes in place, as
-    tensors_in names them. biased: matrices have a bias. layer: fields that not every layer has. It
-    is the second of a model."""
+    tensors_in names them. T tokens after `before` others or, instead, several segments (a_pass).
+    biased: matrices have a bias. layer: fields that not every layer has. It is the second of a
+    model."""
     H, KH, D = heads
-    C, F, V, S = 8 * (2 * H + 1), 52, 101, S or before + T + 9
+    C, F, V = 8 * (2 * H + 1), 52, VOCABULARY
+    segments = segments or [(T, before)]
+    T = sum(count for count, _ in segments)
 
     def matrix(rows: int, columns: int) -> Matrix:
         bias = randn(rows, dtype=dtype, scale=10) if biased else None
         return Matrix(randn(rows, columns, dtype=dtype, scale=columns**-0.5), bias=bias)
 
-    state = SimpleNamespace(
-        tokens=torch.randint(0, V, (S,), device=DEVICE).int(),
-        device_pos=torch.tensor([before], dtype=torch.int32, device=DEVICE),
-        k=(None, randn(KH, S, D, dtype=dtype)),
-        v=(None, randn(KH, S, D, dtype=dtype)),
-        rope=torch.randn(S, D // 2, 2, device=DEVICE),
-        norm_eps=1e-5,
-        scratch=launch.Scratch(DEVICE),
-    )
+    pass_ = a_pass(heads, segments, dtype, S)
     # activations as large as real outliers, or so small that epsilon is most of the sum
     x, norm = randn(T, C, dtype=dtype, scale=3000 if before else 0.003), randn(C, dtype=dtype)
 
@@ -538,15 +591,15 @@ def op_arguments(
     blank = lambda columns, dtype: torch.full((T, columns), NAN, dtype=dtype, device=DEVICE)
     half = functools.partial(randn, dtype=dtype)
     return {
-        "embedding": lambda: ((T, half(V, C), state), ()),
+        "embedding": lambda: ((half(V, C), pass_), ()),
         "rmsnorm": lambda: ((x, norm, 1e-5), ()),
-        "rmsnorm_qkv_rope": lambda: ((x, qkv(), state), ("2.k", "2.v")),
-        "attention": lambda: ((half(T, H, D), of_layer(), state), ()),
+        "rmsnorm_qkv_rope": lambda: ((x, qkv(), pass_), ("2.k", "2.v")),
+        "attention": lambda: ((half(T, H, D), of_layer(), pass_), ()),
         "linear_add": lambda: ((half(T, F), matrix(C, F), half(T, C)), ("2.",)),
         "linear_store": lambda: ((half(T, F), matrix(C, F), blank(C, dtype)), ("2.",)),
-        "rmsnorm_swiglu": lambda: ((x, ffn(), state), ()),
+        "rmsnorm_swiglu": lambda: ((x, ffn(), pass_), ()),
         "rmsnorm_linear": lambda: (
-            (x, norm, matrix(V, C), state, blank(V, torch.float32)),
+            (x, norm, matrix(V, C), pass_, blank(V, torch.float32)),
             ("4.",),
         ),
     }[op]()
@@ -564,26 +617,24 @@ def equals_reference(op: str, draws: list[tuple], written: tuple, limit: float) 
         mine, exact = cloned(arguments), cloned(as_fp32(arguments))
         right, ours = getattr(kernels.reference, op)(*exact), getattr(kernels.fused, op)(*mine)
         mine, exact, before = tensors_in(mine), tensors_in(exact), tensors_in(arguments)
-        new = slice(None)
-        if op == "rmsnorm_qkv_rope":
-            start = int(arguments[2].device_pos)
-            new = slice(start, start + len(ours))
+        caches = op == "rmsnorm_qkv_rope"  # are written, at some places only
+        new = arguments[2].place.long() if caches else slice(None)
         pairs = {"y": (ours, right)}
         for name in written:
             pairs[name] = (mine[name][:, new].clone(), exact[name][:, new])
-            if new.stop:  # other positions
+            if caches:
                 mine[name][:, new] = before[name][:, new]
         for name, (a, b) in pairs.items():
             assert a.shape == b.shape
             errors.setdefault(name, []).append(nmse(a, b))
         for name, was in before.items():
-            same = name in written and new.stop is None or torch.equal(mine[name], was)
+            same = name in written and not caches or torch.equal(mine[name], was)
             assert same, f"{op} changed {name} where it should not"
     for name, found in errors.items():
         assert sum(found) / len(found) < limit, (op, name, found)
 
 
-def state_of_experts(k: int, norm_topk: bool = True, eps: float = 1e-5) -> SimpleNamespace:
+def pass_of_experts(k: int, norm_topk: bool = True, eps: float = 1e-5) -> SimpleNamespace:
     options = dict(norm_eps=eps, norm_topk=norm_topk, scratch=launch.Scratch(DEVICE))
     return SimpleNamespace(experts_per_token=k, **options)
 
@@ -591,7 +642,7 @@ def state_of_experts(k: int, norm_topk: bool = True, eps: float = 1e-5) -> Simpl
 def expert_arguments(
     T: int, E: int, k: int, C: int, F: int, dtype=torch.float32, format=None
 ) -> tuple:
-    """x, a layer with experts, and a state."""
+    """x, a layer with experts, and a pass."""
     matrix = lambda N, K: Matrix(randn(N, K, dtype=dtype, scale=K**-0.5))
     layer = SimpleNamespace(
         ffn_norm=(torch.rand(C, device=DEVICE) + 0.5).to(dtype),
@@ -600,16 +651,16 @@ def expert_arguments(
         w13=encoded(matrix(E * 2 * F, C), format),
         w2=encoded(matrix(E * C, F), format),
     )
-    return randn(T, C, dtype=dtype), layer, state_of_experts(k)
+    return randn(T, C, dtype=dtype), layer, pass_of_experts(k)
 
 
 def experts_errors(arguments: tuple, dtype: torch.dtype, accumulate: str) -> tuple[float, float]:
     """Of the fused ops rmsnorm_swiglu and linear_add, each against its reference in fp32."""
-    x, layer, state = arguments
+    x, layer, pass_ = arguments
     exact, exact_layer = as_fp32((x, layer))
     fused = kernels.ops("triton", accumulate)
-    routes = fused.route(x, layer, state)
-    chosen = kernels.reference.route(exact, exact_layer, state)
+    routes = fused.route(x, layer, pass_)
+    chosen = kernels.reference.route(exact, exact_layer, pass_)
     T, k = chosen.ids.shape
     # a prompt's logits are products of 16 bits, so that experts which nearly tie may change places
     same = (routes.ids == chosen.ids).double().mean()
@@ -617,8 +668,8 @@ def experts_errors(arguments: tuple, dtype: torch.dtype, accumulate: str) -> tup
     assert torch.allclose(
         routes.weights, chosen.weights, atol=1e-2 if T > experts.MAX_FEW else 1e-5
     )
-    h = fused.rmsnorm_swiglu(x, layer, state, routes)
-    right = kernels.reference.rmsnorm_swiglu(exact, exact_layer, state, routes)
+    h = fused.rmsnorm_swiglu(x, layer, pass_, routes)
+    right = kernels.reference.rmsnorm_swiglu(exact, exact_layer, pass_, routes)
     residual = randn(T, x.shape[1], dtype=dtype, scale=0.1)
     added = kernels.reference.linear_add(h.float(), exact_layer.w2, residual.float(), routes)
     y = fused.linear_add(h, layer.w2, residual, routes)
@@ -636,19 +687,43 @@ def check_experts(arguments: tuple, dtype: torch.dtype, form) -> None:
 
 
 def check_attention(
-    heads: tuple, T: int, before: int, kv_fp8=False, runs=1, dtype=torch.float16
+    heads: tuple,
+    T: int,
+    before: int,
+    kv_fp8=False,
+    runs=1,
+    dtype=torch.float16,
+    segments: list[tuple] | None = None,
+    padding: int = 0,
 ) -> None:
-    """It equals its reference, whatever comes after the T tokens or was left in scratch."""
-    q, layer, state = op_arguments("attention", dtype, heads, T, before)[0]
+    """It equals the reference of each sequence alone, whatever lies elsewhere in the pool or was
+    left in scratch; rows of padding become 0, whatever they were."""
+    H, KH, D = heads
+    pass_ = a_pass(heads, segments or [(T, before)], dtype, padding=padding)
+    q = randn(len(pass_.place), H, D, dtype=dtype)
+    caches = [pass_.k[1], pass_.v[1]]
     if kv_fp8:
-        state.k = (None, E4M3.round(state.k[1]))
-        state.v = (None, E4M3.round(state.v[1]))
-    for cached in (state.k[1], state.v[1]):
-        cached[:, before + T :] = 0x7F if kv_fp8 else torch.nan
-    exact = attention.attention_ref(q.float(), layer, state)
+        caches = [E4M3.round(cache) for cache in caches]
+    elsewhere = torch.ones(caches[0].shape[1], dtype=torch.bool, device=DEVICE)
+    for first, start, _, count in pass_.segments.tolist():
+        elsewhere[first : first + start + count] = False
+    for cache in caches:
+        cache[:, elsewhere] = 0x7F if kv_fp8 else torch.nan
+    pass_.k, pass_.v = ((None, cache) for cache in caches)
+    layer = SimpleNamespace(index=1)
+    exact = []
+    for i, (_, _, begin, count) in enumerate(pass_.segments.tolist()):
+        rows = q[begin : begin + count].float()
+        exact.append(attention.attention_ref(rows, layer, alone(pass_, i)))
+    exact = torch.cat(exact)
+    q[len(exact) :] = torch.nan
+    together = attention.attention_ref(q.float(), layer, pass_)
+    assert nmse(together[: len(exact)], exact) < 1e-10
+    assert not together[len(exact) :].any()
     for _ in range(runs):
-        error = nmse(attention.attention(q, layer, state), exact)
-        assert error < ONE_UNIT[dtype], (T, before)
+        y = attention.attention(q, layer, pass_)
+        assert nmse(y[: len(exact)], exact) < ONE_UNIT[dtype], (T, before, segments)
+        assert not y[len(exact) :].any(), "padding is not 0"
 
 
 @launch.jit

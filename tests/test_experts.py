@@ -26,8 +26,8 @@ from tests.helpers import (
     experts_errors,
     needs_gpu,
     nmse,
+    pass_of_experts,
     randn,
-    state_of_experts,
 )
 
 
@@ -42,11 +42,11 @@ def test_experts_equal_their_reference(dtype, form, T, guarded):
     shapes += [(4, 3, 64, 1024)] if form is INT4 and T == 1 else []  # blocks of several experts
     shapes += [(6, 1, 40, 52)] if form is None else []
     for E, k, C, F in shapes:
-        x, layer, state = expert_arguments(T, E, k, C, F, dtype, form)
+        x, layer, pass_ = expert_arguments(T, E, k, C, F, dtype, form)
         x[:, 0] = 3.0
         layer.router.data[1, 0] = 30.0
         layer.router.data[2, 0] = -30.0
-        check_experts((x, layer, state), dtype, form)
+        check_experts((x, layer, pass_), dtype, form)
     guarded()
 
 
@@ -72,8 +72,8 @@ def test_8_bit_tensor_cores_multiply_a_prompt_with_experts(form):
 def test_many_slots_are_sorted():
     """More than a program takes at once."""
     T, E, k = 300, 20, 8
-    x, layer, state = expert_arguments(T, E, k, 16, 16)
-    routes = kernels.fused.route(x, layer, state)
+    x, layer, pass_ = expert_arguments(T, E, k, 16, 16)
+    routes = kernels.fused.route(x, layer, pass_)
     ids = routes.ids.flatten()
     assert torch.equal(routes.order, ids.sort(stable=True).indices.int())
     assert torch.equal(routes.counts, ids.bincount(minlength=E).int())
@@ -81,12 +81,12 @@ def test_many_slots_are_sorted():
 
 def test_norm_that_a_format_moves_and_the_router(monkeypatch):
     """What fit_norm takes out of ffn_norm for w13, the router's logits get back."""
-    x, layer, state = expert_arguments(3, 5, 2, 64, 64, format=E4M3)
-    before = kernels.reference.route(x, layer, state)
+    x, layer, pass_ = expert_arguments(3, 5, 2, 64, 64, format=E4M3)
+    before = kernels.reference.route(x, layer, pass_)
     layer.router_gain = products.fit_norm(layer.ffn_norm, layer.w13)
     assert layer.router_gain < 1
     for ops, rows in itertools.product((kernels.reference, kernels.fused), (3, 1)):
-        after = ops.route(x[:rows].contiguous(), layer, state)
+        after = ops.route(x[:rows].contiguous(), layer, pass_)
         assert torch.equal(after.ids, before.ids[:rows])
         assert torch.allclose(after.weights, before.weights[:rows], rtol=1e-3)
 
@@ -123,7 +123,7 @@ def routes_of(logits: torch.Tensor, k: int, ops=kernels.fused, norm_topk=True):
         router=Matrix((logits.t() / T**0.5).contiguous().to(DEVICE)),
         router_gain=1.0,
     )
-    return ops.route(torch.eye(T, device=DEVICE), layer, state_of_experts(k, norm_topk, eps=0.0))
+    return ops.route(torch.eye(T, device=DEVICE), layer, pass_of_experts(k, norm_topk, eps=0.0))
 
 
 @pytest.mark.parametrize("ops", [kernels.reference, kernels.fused], ids=["torch", "triton"])

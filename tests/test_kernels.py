@@ -92,12 +92,13 @@ def test_op_equals_its_reference_with_bias_and_norms(dtype, heads, T, before, gu
 @pytest.mark.parametrize("T", [1, 3, 17])
 def test_qkv_into_caches_of_2_31_values(T):
     """Of which only a few pages are touched."""
-    x, layer, state = op_arguments("rmsnorm_qkv_rope", torch.float16, (1, 1, 64), T, 5, S=100)[0]
-    small = [torch.zeros(1, 100, 64, dtype=torch.int8, device=DEVICE) for _ in range(2)]
+    x, layer, pass_ = op_arguments("rmsnorm_qkv_rope", torch.float16, (1, 1, 64), T, 5, S=100)[0]
+    small = [torch.zeros(1, 112, 64, dtype=torch.int8, device=DEVICE) for _ in range(2)]
     large = [torch.empty(1, 1 << 25, 64, dtype=torch.int8, device=DEVICE) for _ in range(2)]
     for k, v in (small, large):
-        kernels.fused.rmsnorm_qkv_rope(x, layer, changed(state, k=(None, k), v=(None, v)))
-    assert all(torch.equal(a[:, 5 : 5 + T], b[:, 5 : 5 + T]) for a, b in zip(small, large))
+        kernels.fused.rmsnorm_qkv_rope(x, layer, changed(pass_, k=(None, k), v=(None, v)))
+    new = pass_.place.long()
+    assert all(torch.equal(a[:, new], b[:, new]) for a, b in zip(small, large))
 
 
 @pytest.mark.parametrize("T, sizes", [
@@ -157,20 +158,20 @@ def test_attention_of_a_prompt(heads, start_pos, kv_fp8):
 @pytest.mark.parametrize("before", [0, 30, 700])
 def test_attention_of_one_token_in_bf16_on_a_cpu(heads, before):
     """torch's own function; numbers that are not finite stay so."""
-    q, layer, state = op_arguments("attention", torch.bfloat16, heads, 1, before)[0]
-    tensors = [t.cpu() for t in (q, state.k[1], state.v[1])]
+    q, layer, pass_ = op_arguments("attention", torch.bfloat16, heads, 1, before)[0]
+    tensors = [t.cpu() for t in (q, pass_.k[1], pass_.v[1])]
     for cached in tensors[1:]:
-        cached[:, before + 1 :] = torch.nan
+        cached[:, int(pass_.place) + 1 :] = torch.nan
 
     def attend(q, k, v):
-        caches = dict(k=(None, k), v=(None, v), device_pos=state.device_pos.cpu())
-        return attention.attention_ref(q, layer, changed(state, **caches))
+        return attention.attention_ref(q, layer, changed(pass_, k=(None, k), v=(None, v)))
 
     exact = attend(tensors[0].float(), *tensors[1:])
     assert nmse(attend(*tensors), exact) < ONE_UNIT[torch.bfloat16]
     for which, bad in ((0, NAN), (0, INF), (0, -INF), (1, NAN), (2, NAN), (2, INF)):
         spoiled = [t.clone() for t in tensors]
-        spoiled[which][0, 0, 3] = bad
+        first = int(pass_.segments[0, 0]) if which else 0
+        spoiled[which][0, first, 3] = bad
         assert not attend(*spoiled).isfinite().all(), (which, bad)
 
 
@@ -180,8 +181,8 @@ def test_attention_of_one_token_in_bf16_on_a_cpu(heads, before):
 ])  # fmt: skip
 def test_reference_attention_takes_a_prompt_in_blocks(limit, value, blocks, monkeypatch):
     """Whose masks are small however long the context is."""
-    q, layer, state = op_arguments("attention", torch.float32, (4, 2, 16), 70, 30)[0]
-    whole = attention.attention_ref(q, layer, state)
+    q, layer, pass_ = op_arguments("attention", torch.float32, (4, 2, 16), 70, 30)[0]
+    whole = attention.attention_ref(q, layer, pass_)
     masks, attend = [], torch.nn.functional.scaled_dot_product_attention
 
     def watched(*heads, attn_mask):
@@ -190,7 +191,7 @@ def test_reference_attention_takes_a_prompt_in_blocks(limit, value, blocks, monk
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
     monkeypatch.setattr(attention, limit, value)
-    assert nmse(attention.attention_ref(q, layer, state), whole) < 1e-10
+    assert nmse(attention.attention_ref(q, layer, pass_), whole) < 1e-10
     assert masks == blocks
 
 
@@ -202,16 +203,17 @@ def test_half_sums_saturate_and_do_not_hide_nan():
     q, k, v = full((T, H, D), 200.0), full((H, 128, D), 100.0), full((H, 128, D), 100.0)
     k[:, :5], v[:, 5:] = -100.0, 900.0
     ops = kernels.ops("triton", "fp16")
-    x, pos = full((T, 64), 1.0), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    x = full((T, 64), 1.0)
     rope = torch.full((T, D // 2, 2), 0.5**0.5, device=DEVICE)
-    state = SimpleNamespace(k=[k], v=[v], device_pos=pos, rope=rope, norm_eps=0.0)
-    state.scratch = launch.Scratch(DEVICE)
+    pass_ = SimpleNamespace(k=[k], v=[v], rope=rope, norm_eps=0.0, longest=T)
+    pass_.segments = torch.tensor([[0, 0, 0, T]], dtype=torch.int32, device=DEVICE)
+    pass_.place = pass_.position = torch.arange(T, dtype=torch.int32, device=DEVICE)
     wqkv = Matrix(full((3 * H * D, 64), 65504 / 64), bias=full((3 * H * D,), 65504.0))
     layer = SimpleNamespace(index=0, attention_norm=x[0].clone(), wqkv=wqkv)
     layer.qk_norm = None
-    y = ops.attention(q, layer, state)
+    y = ops.attention(q, layer, pass_)
     assert torch.isfinite(y).all() and (y[8:] > 890).all()
-    ops.rmsnorm_qkv_rope(x, layer, state)
+    ops.rmsnorm_qkv_rope(x, layer, pass_)
     for cache in (k, v):
         assert torch.isfinite(cache[:, :T]).all() and cache[:, :T].max() == 65504
     sizes = dict(BLOCK=1024, FP16_SUMS=True)

@@ -251,7 +251,7 @@ def test_serve_refuses_wrong_fields(server):
     for path, fields, said in (
         (CHATS, {"messages": [user | {"content": [{"type": "image_url"}]}]},
          "messages[0].content: must be a string, or a list of parts of the type text: only text"),
-        (CHATS, {"messages": [user | {"tool_calls": [1]}]}, "tools are not supported"),
+        (CHATS, {"messages": [user | {"tool_calls": [1]}]}, "must be a list of calls of functions"),
         (TEXTS_AT, {"prompt": ["a", "b"]}, "prompt: must be one prompt: a string, or a list of ids"),
         (TEXTS_AT, {"prompt": "a", "stop": 5}, "stop: must be a string, or a list of at most 1024"),
         (TEXTS_AT, {"prompt": "a", "logprobs": 21}, "logprobs: must be from 0 to 20, or true"),
