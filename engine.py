@@ -614,9 +614,7 @@ class Engine:
             if not sequences:
                 return
             proposals = self._proposals(sequences)
-        N = len(sequences)
-        if self.model.uses_graphs:
-            N = next(n for n in TEXTS if n >= N)
+        N = self._segments(len(sequences))
         rows = [Row(s, s.pos) for s in sequences]
         longest = 1
         if any(proposals):
@@ -654,6 +652,12 @@ class Engine:
         if longest > 1:
             self._read_all_but(0)
 
+    def _segments(self, texts: int) -> int:
+        """How many segments a pass of so many texts has."""
+        if self.model.uses_graphs:
+            return next(n for n in TEXTS if n >= texts)
+        return texts
+
     def _draw(self, pass_: Pass) -> None:
         self.model.ops.sample(pass_.logits, pass_)
         pass_.move()
@@ -661,10 +665,10 @@ class Engine:
     def _proposals(self, sequences: list[Sequence]) -> list[list[int]]:
         """What may follow each text: as much as one pass of a few tokens takes, and the context has
         room for."""
-        count = min(self.proposer.n, MAX_FEW // len(sequences) - 1)
+        count = min(self.proposer.n, MAX_FEW // self._segments(len(sequences)) - 1)
         if count < 1 or any(s.pos + 1 + count >= self.size for s in sequences):
             return [[] for _ in sequences]
-        return [self.proposer.propose(s)[:count] for s in sequences]
+        return [self.proposer.propose(s, count) for s in sequences]
 
     # Passes
 

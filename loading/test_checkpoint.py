@@ -6,11 +6,11 @@ import json
 import pytest
 import torch
 
+from engine import PROMPT_CHUNK, generate
 from loading import checkpoint
 from loading import config as config_module
 from loading.checkpoint import load, read_config
 from loading.save import save
-from model import PROMPT_CHUNK, generate
 from tests.helpers import (
     DEVICE,
     FAMILIES,

@@ -71,7 +71,7 @@ def agreeing(these: list[int], those: list[int]) -> int:
 
 
 class Proposer:
-    """Proposes n tokens per pass for each text, and counts over all passes. Subclasses propose."""
+    """Proposes up to n tokens per pass for each text, and counts over all passes. Subclasses propose."""
 
     def __init__(self, n: int):
         assert 1 <= n <= MAX_PROPOSALS, n
@@ -80,8 +80,8 @@ class Proposer:
         self.passes = self.proposed = self.accepted = 0
         self.held_off = 0  # passes without proposals because of the pacer
 
-    def propose(self, sequence: Sequence) -> list[int]:
-        """Returns at most n tokens that may follow a text, or an empty list."""
+    def propose(self, sequence: Sequence, n: int) -> list[int]:
+        """Returns n tokens that may follow a text, or an empty list."""
         raise NotImplementedError
 
     def ready(self) -> bool:
@@ -137,15 +137,15 @@ class Lookup(Proposer):
         super().__init__(n)
         self.indices: WeakKeyDictionary[Sequence, Index] = WeakKeyDictionary()
 
-    def propose(self, sequence: Sequence) -> list[int]:
+    def propose(self, sequence: Sequence, n: int) -> list[int]:
         ids = sequence.ids
         index = self.indices.setdefault(sequence, Index())
         index.add(ids)
         for length in range(LONGEST, SHORTEST - 1, -1):
             end = index.ends.get(tuple(ids[-length:]))
             if end is not None:
-                following = ids[end : end + self.n]
-                return [following[i % len(following)] for i in range(self.n)]
+                following = ids[end : end + n]
+                return [following[i % len(following)] for i in range(n)]
         return []
 
 
@@ -163,7 +163,7 @@ class Draft(Proposer):
         self.mask = mask_without(range(vocab_size, own), own)
         self.known: dict[int, list[int]] = {}  # the tokens that each slot has evaluated
 
-    def propose(self, sequence: Sequence) -> list[int]:
+    def propose(self, sequence: Sequence, n: int) -> list[int]:
         """The draft evaluates what it has not seen of the text, and then what it samples itself; its
         last proposal is not evaluated."""
         engine = self.engine
@@ -171,6 +171,7 @@ class Draft(Proposer):
         ids = [id if id < V else 0 for id in sequence.ids]  # 0 for what only the model has
         first = sequence.slot.first
         known = min(agreeing(self.known.get(first, []), ids), len(ids) - 1)
-        guesses = engine.sample_on(ids, known, first, self.n, sequence.sampling, self.mask)
+        self.known[first] = ids[:known]  # should anything interrupt this
+        guesses = engine.sample_on(ids, known, first, n, sequence.sampling, self.mask)
         self.known[first] = ids + guesses[:-1]
         return guesses

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import strategies as st
 
 import run
-from model import generate
+from engine import generate
 from sampling import Sampling
 from session import Conversation, Session, dropped_part
 from talk import cli as cli_module

@@ -53,6 +53,7 @@ import launch
 import run
 from bits import groups, others
 from bits.int4 import INT4
+from engine import Engine, generate
 from formats import Matrix
 from fp8 import E4M3, E5M2
 from launch import tl
@@ -62,12 +63,12 @@ from loading.checkpoint import Loader, load, read_config
 from loading.layouts import formats_as_stored
 from loading.names import formats_of
 from loading.save import save
-from model import Config, Llama, State, generate
+from model import Config, Llama
 from ranks import exchange as exchange_module
 from ranks.processes import Ranks
 from sampling import Sampling
 from session import Session
-from speculation.proposals import Speculation
+from speculation.proposals import Proposer
 from tokenizer import TextStream, Tokenizer
 from training import ops as training
 
@@ -185,9 +186,13 @@ def oracle(model, ids: list[int]) -> torch.Tensor:
 @torch.inference_mode()
 def logits_of(model, ids, *sizes: int) -> torch.Tensor:
     """Of all tokens, evaluated so many at a time; all at once if no sizes are given."""
-    state = State(model)
-    ids = torch.as_tensor(ids, device=model.device)
-    return torch.cat([model.forward(part, state).cpu() for part in ids.split(sizes or len(ids))])
+    engine = Engine(model)
+    found = []
+    done = 0
+    for part in torch.as_tensor(ids).split(sizes or len(ids)):
+        found.append(engine.forward(part.tolist(), done).cpu())
+        done += len(part)
+    return torch.cat(found)
 
 
 def logits_of_prompts(model, prompts, *sizes: int) -> torch.Tensor:
@@ -341,24 +346,18 @@ def write(name: str, content: str | bytes):
     return lambda folder: (folder / name).write_bytes(raw)
 
 
-def decode_in_graphs(monkeypatch, prompts: bool = False, ms=itertools.repeat(1.0)) -> None:
-    """Without a GPU, as on one; but graphs run what they would have captured. prompts: whether they
-    are graphs, as well. ms: what is measured between events, in turn."""
+def decode_in_graphs(monkeypatch, ms=itertools.repeat(1.0)) -> None:
+    """Without a GPU, as on one; but graphs run what they would have captured. ms: what is measured
+    between events, in turn."""
 
     def graph(run, device, reset, pool=None) -> SimpleNamespace:
         run()
         reset()
         return SimpleNamespace(replay=run, pool=lambda: None)
 
-    event = SimpleNamespace(record=lambda _: None, synchronize=lambda: None)
-    event.elapsed_time = lambda other: next(ms)
     monkeypatch.setattr(Llama, "uses_graphs", True)
-    if not prompts:
-        monkeypatch.setattr(Llama, "_padded_step", lambda self, T, state: self.step(T, state))
-    for module in ("model", "speculation.proposals"):
-        monkeypatch.setattr(f"{module}.captured", graph)
-    for name, value in (("Event", event), ("synchronize", None), ("current_stream", None)):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)
+    monkeypatch.setattr("engine.captured", graph)
+    monkeypatch.setattr("engine.Moment.since", lambda self, start: next(ms) / 1e3)
 
 
 def examples(count: int, **strategies):
@@ -403,12 +402,12 @@ def read_config_like(**fields) -> Config:
 MOST_PROBABLE = Sampling(temp=0)
 
 
-def greedy(model, prompt: list[int], n: int, state=None, **options) -> list[int]:
-    return list(generate(model, prompt, state, n, Sampling(temp=0), **dict(eos=[]) | options))
+def greedy(model, prompt: list[int], n: int, engine=None, **options) -> list[int]:
+    return list(generate(model, prompt, engine, n, MOST_PROBABLE, **dict(eos=[]) | options))
 
 
-def text_of(model, settings: Sampling, n: int, state=None, **options) -> list[int]:
-    return list(generate(model, [1, 5, 9], state, n, settings, **dict(eos=[]) | options))
+def text_of(model, settings: Sampling, n: int, engine=None, **options) -> list[int]:
+    return list(generate(model, [1, 5, 9], engine, n, settings, **dict(eos=[]) | options))
 
 
 def other_model(model):
@@ -1336,19 +1335,35 @@ def codes_of(
     return codes, scale, zero, values.flatten(1)
 
 
-def always(speculation: Speculation) -> Speculation:
-    speculation.pacer.ready = lambda: True
-    return speculation
+def always(proposer: Proposer) -> Proposer:
+    proposer.pacer.ready = lambda: True
+    return proposer
 
 
 def exact_model(tiny, ctx_size: int, device="cpu"):
     """A model that on a CPU evaluates its tokens one at a time: the sums are then in the same order
-    whatever is proposed, and the logits equal to the last bit. Otherwise two tokens tied to within
-    rounding may change places."""
+    whatever a pass has beside a token, and the logits equal to the last bit. Otherwise two tokens
+    tied to within rounding may change places."""
     model = load(tiny, dtype="fp32", device=device, ctx_size=ctx_size)
-    single = model.evaluate
+    forward = model.forward
+
+    def row_by_row(pass_, logits: torch.Tensor) -> torch.Tensor:
+        wanted = [*range(len(pass_.place))] if pass_.rows is None else pass_.rows.tolist()
+        for first, start, begin, count in pass_.segments.tolist():
+            for i in range(count):
+                row = begin + i
+                alone = SimpleNamespace(**vars(pass_))
+                alone.place = pass_.place[row : row + 1]
+                alone.position = pass_.position[row : row + 1]
+                alone.segments = torch.tensor([[first, start + i, 0, 1]], dtype=torch.int32)
+                alone.longest, alone.rows = 1, None
+                found = forward(alone, logits.new_empty(1, logits.shape[1]))
+                if row in wanted:
+                    logits[wanted.index(row)] = found[0]
+        return logits
+
     if model.device.type == "cpu":
-        model.evaluate = lambda T, cache: torch.cat([single(1, cache) for _ in range(T)])
+        model.forward = row_by_row
     return model
 
 

@@ -18,10 +18,11 @@ from tqdm import tqdm
 import bench
 import kernels
 import run
+from engine import PROMPT_CHUNK, Engine, Timings, generate
 from loading import config as config_module
 from loading.checkpoint import load
 from loading.place import DTYPES
-from model import PROMPT_CHUNK, Llama, State, Timings, generate
+from model import Llama
 from sampling import Sampling
 from session import Session
 from talk import chat as chat_module
@@ -79,7 +80,7 @@ def test_what_is_said_of_a_run(tiny_session, tiny, monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 2_500_000_000)
     proposals = SimpleNamespace(summary=lambda: "proposals 3 passes")
     session = SimpleNamespace(
-        timings=timings, load_seconds=1.254, speculation=proposals, types=lambda: "fp32",
+        timings=timings, load_seconds=1.254, engine=SimpleNamespace(proposer=proposals), types=lambda: "fp32",
         model=SimpleNamespace(device=torch.device("cuda")),
     )  # fmt: skip
     assert run.closing(session).splitlines() == [
@@ -245,22 +246,23 @@ def test_what_ends_a_text(cli, copy):
 
 def test_prompt_asked_again(tiny_model, monkeypatch):
     """Its logits are kept: evaluated by itself, the last token would be rounded otherwise."""
-    state, prompt = State(tiny_model), [1, 5, 9, 7]
-    texts = [list(generate(tiny_model, prompt, state, n=n, eos=[])) for n in (6, 3)]
+    engine, prompt = Engine(tiny_model), [1, 5, 9, 7]
+    texts = [list(generate(tiny_model, prompt, engine, n=n, eos=[])) for n in (6, 3)]
     assert texts[1] == texts[0][:3]
     evaluated = []
     with monkeypatch.context() as patch:
-        patch.setattr(tiny_model, "prefill", lambda tokens, *_: evaluated.extend(tokens))
-        list(generate(tiny_model, prompt, state, n=1, eos=[]))
-    assert not evaluated and state.pos == len(prompt)
-    list(generate(tiny_model, prompt, state, n=5, eos=[]))
+        patch.setattr(tiny_model, "forward", lambda *_: evaluated.append(1))
+        list(generate(tiny_model, prompt, engine, n=1, eos=[]))
+    (slot,) = engine.slots
+    assert not evaluated and slot.tokens == prompt
+    list(generate(tiny_model, prompt, engine, n=5, eos=[]))
     prompt += texts[0][:2]  # a list that the caller goes on using
     new = list(generate(tiny_model, prompt, n=3, eos=[]))
-    assert list(generate(tiny_model, prompt, state, n=3, eos=[])) == new
+    assert list(generate(tiny_model, prompt, engine, n=3, eos=[])) == new
     other = [1, 5, 9, 8]
     new = list(generate(tiny_model, other, n=3, eos=[]))
-    assert list(generate(tiny_model, other, state, n=3, eos=[])) == new
-    assert state.reuse([1, 5, 9]) == 2, "logits behind three tokens are not known"
+    assert list(generate(tiny_model, other, engine, n=3, eos=[])) == new
+    assert slot.common([1, 5, 9]) == 2, "logits behind three tokens are not known"
 
 
 def test_progress_of_a_long_prompt(cli, tiny, monkeypatch):
@@ -505,14 +507,14 @@ def test_ctrl_c_exits_130_after_what_it_has(cli, tiny, monkeypatch, flags, call)
     """While the prompt is evaluated, or after one or four tokens; the input is no terminal."""
     flags = ("-m", tiny, *flags.split(), "-n", 8, *GREEDY, "-o", "jsonl")
     (whole,) = objects(cli(*flags, stdin=b"Once\n")[1])
-    calls, step = itertools.count(), Llama.step
+    calls, forward = itertools.count(), Llama.forward
 
-    def interrupted(self, T, state) -> None:
+    def interrupted(self, pass_, logits) -> torch.Tensor:
         if next(calls) == call:
             raise KeyboardInterrupt
-        step(self, T, state)
+        return forward(self, pass_, logits)
 
-    monkeypatch.setattr(Llama, "step", interrupted)
+    monkeypatch.setattr(Llama, "forward", interrupted)
     code, out, err = cli(*flags, stdin=b"Once\n")
     (cut,) = objects(out)
     assert code == 130, "scripts tell by it that the text is cut"
