@@ -35,7 +35,7 @@ from launch import Scratch, captured
 from model import Llama, not_finite, rope_table
 from products import MAX_FEW
 from sampling import Sampler, Sampling, Switches, mask_without
-from speculation.proposals import Proposer, agreeing
+from speculation.proposals import Chain, Proposer, agreeing
 
 # How many tokens of a prompt are evaluated at once: enough to be compute-bound, with little
 # workspace
@@ -118,9 +118,8 @@ class Pass:
         self.longest = T // N
         self.feeds = self.longest == 1 or one_row
         self._now_and_step = torch.zeros(2, 2 * T + 4 * N, dtype=torch.int32, device=device)
-        self.now, self._step = self._now_and_step
-        self.place, self.position, segments = self.now.split([T, T, 4 * N])
-        self.segments = segments.view(N, 4)
+        self._step = self._now_and_step[1]
+        self.lie_in(self._now_and_step[0], T, N)
         self.rows: Tensor | None = None
         if one_row:
             self.rows = torch.zeros(1, dtype=torch.int64, device=device)
@@ -135,11 +134,18 @@ class Pass:
         self.drawn = cache.drawn
         self.k = cache.keys.unbind()
         self.v = cache.values.unbind()
+        self.kept: tuple[tuple[int, Tensor], ...] = ()
         self.rope = cache.rope
         self.scratch = cache.scratch
         self.norm_eps = model.config.norm_eps
         self.experts_per_token = model.config.experts_per_token
         self.norm_topk = model.config.norm_topk
+
+    def lie_in(self, now: Tensor, T: int, N: int) -> None:
+        """Have this memory, int32 [2 T + 4 N], for where the rows lie."""
+        self.now = now
+        self.place, self.position, segments = now.split([T, T, 4 * N])
+        self.segments = segments.view(N, 4)
 
     def take(self, segments: list[Segment]) -> None:
         """Evaluate these next. The rows that they leave are padding: of a prompt, copies of nothing at a
@@ -194,6 +200,9 @@ class Timings:
     new_tokens: int = 0
     steps: int = 0  # new tokens except the first of each text, whose time counts as the prompt's
     step_seconds: float = 0.0
+    passes: int = 0  # that evaluated the text's last token, with proposals for what follows it
+    proposed: int = 0  # tokens
+    accepted: int = 0
 
     def __add__(self, other: Timings) -> Timings:
         return Timings(*(a + b for a, b in zip(astuple(self), astuple(other))))
@@ -352,10 +361,10 @@ class Moment:
 
 class Row(NamedTuple):
     """A sequence's part of a pass that samples: the position of its first row there, and what was
-    proposed to follow it."""
+    proposed to follow it. Where the device has proposed, only the device knows either."""
 
     sequence: Sequence
-    start: int
+    start: int | None
     proposals: list[int] = []
 
 
@@ -370,6 +379,8 @@ class Launched:
     scores: tuple[Tensor, Tensor, Tensor] | None = None  # see Engine._scored
     writes: bool = False  # it evaluated no prompt
     waited: bool = False  # the device was idle while proposals were looked for
+    # What the device proposed to follow each row, and what it drew there: int32 [2, texts, rows]
+    verified: Tensor | None = None
 
 
 class Engine:
@@ -385,6 +396,7 @@ class Engine:
         V = model.config.vocab_size
         self.slots = [Slot(i * self.cache.run, V, model.device) for i in range(parallel)]
         self.proposer: Proposer | None = None
+        self._chain: Chain | None = None  # whose texts the device has been left alone with
         self.waiting: deque[Sequence] = deque()  # in order of arrival
         self.running: list[Sequence] = []  # those with a slot
         self._launched: deque[Launched] = deque()
@@ -496,6 +508,8 @@ class Engine:
             self.cache.copy(best.first, slot.first, common)
             if known:
                 slot.prompt_logits.copy_(best.prompt_logits)
+        if self.proposer:
+            common = self.proposer.reuse(best.first, slot.first, common)
         slot.prompt = prompt if known else []
         self._uses += 1
         slot.used = self._uses
@@ -527,7 +541,7 @@ class Engine:
             sequence.placed = sequence.pos
             if sequence.progress:
                 sequence.progress(sequence.pos, len(prompt))
-            if sequence.pos == len(prompt):
+            if sequence.pos == len(prompt) and slot.prompt != prompt:
                 slot.prompt = prompt
                 slot.prompt_logits.copy_(self._logits[:1])
         rows = []
@@ -571,6 +585,8 @@ class Engine:
             self.model.forward(pass_, pass_.logits)
 
         self._run(("prompt", length), pass_, run)
+        if self.proposer:
+            self.proposer.follow(pass_, first, start, len(ids))
 
     def _sample_first(self, sequence: Sequence) -> tuple | None:
         """Sample the token after the prompt, from its slot's logits."""
@@ -606,13 +622,19 @@ class Engine:
         """Evaluate the last token of each text, and sample the next one."""
         begun = Moment(self.model.device)
         proposals: list[list[int]] = []
-        waited = False
-        if self.proposer and all(s.plain for s in sequences) and self.proposer.ready():
-            waited = self.model.uses_graphs
+        proposer = self.proposer
+        proposes = proposer and all(s.plain for s in sequences) and proposer.ready()
+        if proposes and (chain := self._chain_of(sequences)):
+            self._verify(sequences, chain)
+            return
+        waited = self.model.uses_graphs and bool(proposes)
+        if proposes or self._chain:
+            self._chain = None
             self._read_all_but(0)  # the last tokens have to be known
             sequences = [s for s in sequences if not s.finished]
             if not sequences:
                 return
+        if proposes:
             proposals = self._proposals(sequences)
         N = self._segments(len(sequences))
         rows = [Row(s, s.pos) for s in sequences]
@@ -652,6 +674,53 @@ class Engine:
         if longest > 1:
             self._read_all_but(0)
 
+    def _chain_of(self, sequences: list[Sequence]) -> Chain | None:
+        """The chain in which the device itself proposes for these texts. Returns None if the proposer
+        has none, or where the context may have no room: what the host knows of a text may be a pass
+        behind, and the device is to be another one ahead."""
+        N = self._segments(len(sequences))
+        count = min(self.proposer.n, MAX_FEW // N - 1)
+        if count < 1 or any(s.pos + 3 * (1 + count) > self.size for s in sequences):
+            return None
+        return self.proposer.chain(N, count)
+
+    def _verify(self, sequences: list[Sequence], chain: Chain) -> None:
+        """Evaluate the last token of each text with what a head has proposed to follow it, and let the
+        head propose again. The host is not needed in between: as long as the texts stay the same, it
+        is one pass behind."""
+        goes_on = chain is self._chain and chain.sequences == sequences
+        self._chain = None  # should anything interrupt this
+        if not goes_on:
+            self._read_all_but(0)
+            if any(s.finished for s in sequences):
+                return
+            self._begin(sequences, chain)
+        begun = Moment(self.model.device)
+        self._run(("verify", *chain.key), chain, chain.verify)
+        verified = chain.found.to("cpu", non_blocking=True)
+        ended = Moment(self.model.device)
+        rows = [Row(s, None) for s in sequences]
+        waited = self.model.uses_graphs and not goes_on
+        self._launch(
+            Launched(begun, ended, sequences, rows, writes=True, waited=waited, verified=verified)
+        )
+        self._chain = chain
+
+    def _begin(self, sequences: list[Sequence], chain: Chain) -> None:
+        """Let a head propose what follows these texts, once it has evaluated what it lacks of them:
+        for that, the model has to do it as well."""
+        for s in sequences:
+            start = self.proposer.evaluated(s.slot.first)
+            while start < s.pos:
+                count = self._chunk(s.pos - start, None)
+                self._evaluate(s.slot.first, start, s.ids[start : start + count])
+                start += count
+            self._put(s.slot.first + s.placed, s.ids[s.placed : s.pos + 1])
+        chain.take(sequences)
+        for pass_, masks in chain.sampling:
+            self._settle(pass_, [s.sampling for s in sequences], masks)
+        self._run(("propose", *chain.key), chain, chain.begin)
+
     def _segments(self, texts: int) -> int:
         """How many segments a pass of so many texts has."""
         if self.model.uses_graphs:
@@ -676,6 +745,8 @@ class Engine:
         key = (T, N, one_row)
         if key not in self._passes:
             self._passes[key] = Pass(self.model, self.cache, T, N, one_row, self._logits)
+            if one_row and self.proposer:
+                self._passes[key].kept = self.proposer.kept(T)
         return self._passes[key]
 
     def _put(self, place: int, ids: list[int]) -> None:
@@ -753,17 +824,29 @@ class Engine:
         seconds = launched.ended.since(launched.begun)
         for s in launched.sequences:
             s.busy += seconds
-        accepted = 0
+        texts = proposed = accepted = 0
         for i, (s, start, proposals) in enumerate(launched.rows):
             if s.finished:
                 continue
-            place = s.slot.first + start + 1
-            drawn = self.cache.drawn[place : place + 1 + len(proposals)].tolist()
+            if launched.verified is None:
+                place = s.slot.first + start + 1
+                drawn = self.cache.drawn[place : place + 1 + len(proposals)].tolist()
+            else:
+                proposals, drawn = launched.verified[:, i].tolist()
+                proposals.pop()  # what follows the last one is not proposed
             count = agreeing(proposals, drawn)
-            if s.pos == start:  # with proposals: what counts is known only now
+            if start is None or s.pos == start:  # with proposals: what counts is known only now
                 s.pos += count + 1
                 s.placed = s.pos
                 s.drawn += count + 1
+            if launched.verified is not None:
+                self.proposer.note(s.slot.first, s.pos)
+            if launched.writes:
+                s.timings.passes += 1
+            s.timings.proposed += len(proposals)
+            s.timings.accepted += count
+            texts += 1
+            proposed += len(proposals)
             accepted += count
             scores = None
             if launched.scores and s.scores is not None:
@@ -773,8 +856,8 @@ class Engine:
                 self._guarded(s, self._take, s, token, scores)
                 if s.finished:
                     break
-        if self.proposer and launched.writes:
-            self.proposer.record(launched, accepted, seconds)
+        if self.proposer and launched.writes and texts:
+            self.proposer.record(texts, proposed, accepted, seconds, launched.waited)
 
     def _take(self, s: Sequence, token: int, score: Score | None) -> None:
         """A token of a text has been read."""

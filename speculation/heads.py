@@ -1,0 +1,493 @@
+"""Trained heads as proposers (EAGLE-3: Li et al., 2025): a layer that goes on from the model's own hidden
+states. Layouts on disk: EAGLE's, and that of vllm-project/speculators.
+
+    h = fc(the states that enter three of the model's layers, side by side)
+    x = [rmsnorm(embedding), rmsnorm(h)]
+    h' = h + attention(x);  h' += feed_forward(h');  logits = output(rmsnorm(h'))
+
+A token stands beside the state of the position before it, so h' says what follows the token. fc is
+for positions that the model has evaluated; to propose further, the head goes on from its own h'.
+Tokens, places and positions are the model's; keys and values are the head's own, from position 1 on.
+After each pass the head evaluates what was accepted with the model's states. Of these rows only the
+last goes through attention: of the others nothing but keys and values is needed, as of a prompt.
+
+At temperature 0 the head proposes its most probable token, otherwise the one that the model's own
+random numbers draw from its logits. It counts if it is what the model draws: proposals.py.
+
+HeadFile is a head on disk, Head the proposer, and Verification what it does on a device without the
+host. Rejected proposals leave keys and values behind, which are overwritten before a row sees them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cards.cpu import in_cpu_layout, storage_dtype
+from engine import LENGTHS, PROMPT_CHUNK, Cache, Engine, Pass, Sequence, on_its_way
+from formats import Matrix
+from kernels import FORMATS
+from loading import hub
+from loading.checkpoint import is_whole, read_config
+from loading.config import hugging_face_config
+from loading.files import Fields, one_line_errors
+from loading.place import free_memory
+from loading.reading import read
+from loading.sources import tensors_of, weight_files
+from model import Config, LayerWeights, Llama
+from products import MAX_FEW, fit_norm
+from sampling import mask_without
+from speculation.proposals import Proposer
+
+# ---- on disk
+
+EAGLE, SPECULATORS = "midlayer.", "layers.0."  # what the names of the layer's tensors begin with
+NOT_NEEDED = ("t2d", "rotary_emb.inv_freq")  # they repeat d2t, and the configuration
+
+
+def is_head(folder: Path) -> bool:
+    """Whether a folder holds a head, by its configuration."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return False
+    f = Fields(file)
+    return "draft_vocab_size" in f or "speculators_model_type" in f
+
+
+@one_line_errors()
+def find_draft(name: str) -> Path:
+    """The path of a head or of a model, see checkpoint.find_checkpoint, which raises the same."""
+
+    def check(folder: Path) -> None:
+        if not is_head(folder):
+            read_config(folder)
+
+    def whole(path: Path) -> bool:
+        return bool(hub.weights_in(path)) if is_head(path) else is_whole(path)
+
+    return hub.find_checkpoint(name, check, whole)
+
+
+class HeadFile:
+    """A head on disk, of which only configuration and headers have been read."""
+
+    @one_line_errors()
+    def __init__(self, folder: Path, target: Path, c: Config):
+        """target: the model's path; c: its configuration. Raises OSError, and ValueError for what is not
+        supported, and for a head of another model."""
+        self.folder = folder
+        f = Fields(folder / "config.json")
+        eagle = f.sub("eagle_config")
+        for fields in (f, eagle):
+            fields.refuse_unless("speculators_model_type", None, "eagle3")
+            fields.refuse_unless("use_aux_hidden_state", True, None)
+            for name in ("norm_before_fc", "fc_norm", "parallel_drafting"):
+                fields.refuse_unless(name, False, None)
+        self.norm_before_residual = bool(f.get("norm_before_residual"))
+        self.norm_output = bool(f.get("norm_output"))
+        self.vocab_size = f.number("draft_vocab_size", 1, 1 << 22)
+        layer = f
+        if "speculators_model_type" in f:
+            layer = f.sub("transformer_layer_config")
+        self.config = hugging_face_config(layer, Fields(f.file, {}))
+        for name, least in (("n_layers", 1), ("n_experts", 0), ("qkv_bias", 0), ("w13_bias", 0)):
+            if getattr(self.config, name) > least:
+                what = f"a head of one Llama layer has {name} {least}"
+                raise ValueError(f"{f.file}: {name} is {getattr(self.config, name)}; {what}")
+        ids = f.get("eagle_aux_hidden_state_layer_ids")
+        ids = ids or eagle.get("eagle_aux_hidden_state_layer_ids")
+        self.layers = ids or [2, c.n_layers // 2, c.n_layers - 3]
+        self.check(target, c, f)
+        self.tensors = self.find(c)
+
+    def check(self, target: Path, c: Config, f: Fields) -> None:
+        """Raise ValueError for a head of another model."""
+        width = f.number("target_hidden_size", 1, 1 << 17, self.config.dim)
+        verifier = f.sub("speculators_config").sub("verifier").get("architectures")
+        own = target / "config.json"
+        family = Fields(own).get("architectures") if own.is_file() else None
+        layers = self.layers
+        valid = isinstance(layers, list) and all(type(i) is int for i in layers)
+        misfits = {
+            f"vocab_size is {self.config.vocab_size}, not {c.vocab_size}": self.config.vocab_size
+            != c.vocab_size,
+            f"hidden_size is {width}, not {c.dim}": width != c.dim,
+            f"it is for {verifier}, not {family}": verifier and family and verifier != family,
+            f"it needs the layers {layers} of {c.n_layers}": not valid
+            or not all(0 <= i < c.n_layers for i in layers),
+        }
+        for misfit, found in misfits.items():
+            if found:
+                raise ValueError(f"the head {self.folder} does not fit {target}: {misfit}")
+
+    def shapes(self, c: Config) -> dict[str, tuple[int, ...]]:
+        """The names of the tensors of its layer and their shapes, then of the others."""
+        own = self.config
+        C, F, D = own.dim, own.hidden_dim, own.head_dim
+        shapes = {
+            "self_attn.q_proj": (own.q_dim, 2 * C),
+            "self_attn.k_proj": (own.kv_dim, 2 * C),
+            "self_attn.v_proj": (own.kv_dim, 2 * C),
+            "self_attn.o_proj": (C, own.q_dim),
+            "mlp.gate_proj": (F, C),
+            "mlp.up_proj": (F, C),
+            "mlp.down_proj": (C, F),
+            "input_layernorm": (C,),
+            "hidden_norm": (C,),
+            "post_attention_layernorm": (C,),
+            "fc": (C, len(self.layers) * c.dim),
+            "norm": (C,),
+            "lm_head": (self.vocab_size, C),
+        }
+        if own.qk_norm:
+            shapes |= {"self_attn.q_norm": (D,), "self_attn.k_norm": (D,)}
+        return shapes
+
+    def find(self, c: Config) -> dict:
+        """Its tensors in files, by their names without `midlayer.` and `.weight`. Raises ValueError if one
+        is missing, unexpected, or of another shape or type."""
+        files, _ = weight_files(self.folder)
+        found = {}
+        for tensor in (tensor for file in files for tensor in tensors_of(file)):
+            name = tensor.name.removesuffix(".weight")
+            found[name.removeprefix(EAGLE).removeprefix(SPECULATORS)] = tensor
+        shapes = self.shapes(c)
+        if "embed_tokens" in found or self.config.dim != c.dim:
+            shapes["embed_tokens"] = (c.vocab_size, self.config.dim)
+        if "d2t" in found or self.vocab_size != c.vocab_size:
+            shapes["d2t"] = (self.vocab_size,)
+        problems = [f"{name} is missing" for name in shapes if name not in found]
+        for name, tensor in found.items():
+            floats = tensor.dtype in (torch.float16, torch.bfloat16, torch.float32)
+            if name in NOT_NEEDED:
+                continue
+            if name not in shapes:
+                problems.append(f"{tensor.name} is not supported")
+            elif tensor.shape != shapes[name] or not (floats or name == "d2t"):
+                shape = f"{[*tensor.shape]} in {tensor.dtype}, not {[*shapes[name]]}"
+                problems.append(f"{tensor.name} is {shape}")
+        if problems:
+            raise ValueError(f"the head {self.folder}: {problems[0]}")
+        return {name: found[name] for name in shapes}
+
+    @one_line_errors()
+    def load(self, model: Llama) -> HeadWeights:
+        """Its weights for a model, matrices in the model's format. Raises OSError, ValueError, and
+        MemoryError."""
+        need = sum(math.prod(t.shape) for t in self.tensors.values()) * model.dtype.itemsize
+        free = free_memory(model.device)
+        if need > free:
+            sizes = f"{need / 1e9:.2f} GB, but {model.device} has {free / 1e9:.2f} GB free"
+            raise MemoryError(f"the head {self.folder} takes {sizes}")
+        storage = storage_dtype(model.backend, model.dtype, model.device)
+        own = self.config
+        # Where others have quantised the model, the head stays in 16 bits
+        format = FORMATS.get(getattr(model.weights.layers[0].wqkv.format, "name", ""))
+
+        def tensor(name: str, dtype: torch.dtype = model.dtype) -> Tensor:
+            (values,) = read([self.tensors[name]])
+            values = values.to(model.device, dtype)
+            if not values.isfinite().all():
+                raise ValueError(f"the head {self.folder}: {name} has NaN or inf")
+            return values
+
+        def matrix(*names: str, together: bool = False) -> Matrix:
+            """together: their rows alternate."""
+            parts = [tensor(name, storage) for name in names]
+            rows = torch.stack(parts, 1).flatten(0, 1) if together else torch.cat(parts)
+            return stored(rows)
+
+        def stored(rows: Tensor, name: str = "") -> Matrix:
+            if format and rows.shape[1] % format.group == 0:
+                own_format = format.for_matrix(name)
+                return Matrix(own_format.encode(rows), own_format)
+            return in_cpu_layout(Matrix(rows), model.backend, model.dtype)
+
+        def in_pairs(rows: Tensor) -> Tensor:
+            """RoPE rotates neighbours, see kernels.py."""
+            return rows.unflatten(0, (-1, 2, own.head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
+        q, k, v = (tensor(f"self_attn.{part}_proj", storage) for part in "qkv")
+        norms = None
+        if own.qk_norm:
+            norms = torch.stack([in_pairs(tensor(f"self_attn.{part}_norm")) for part in "qk"])
+        layer = LayerWeights(
+            attention_norm=None,
+            wqkv=stored(torch.cat((in_pairs(q), in_pairs(k), v))),
+            wo=matrix("self_attn.o_proj"),
+            ffn_norm=tensor("post_attention_layernorm"),
+            w13=matrix("mlp.gate_proj", "mlp.up_proj", together=True),
+            w2=matrix("mlp.down_proj"),
+            qk_norm=norms,
+        )
+        ids = None
+        if "d2t" in self.tensors:
+            (offsets,) = read([self.tensors["d2t"]])
+            ids = offsets.long() + torch.arange(len(offsets))
+            V = model.config.vocab_size
+            if not ((ids >= 0) & (ids < V)).all() or len(ids.unique()) < len(ids):
+                raise ValueError(f"the head {self.folder}: d2t has ids twice, or beyond {V}")
+            ids = ids.to(model.device)
+        embedding = model.weights.embedding
+        if "embed_tokens" in self.tensors:
+            embedding = tensor("embed_tokens")
+        return HeadWeights(
+            config=replace(own, vocab_size=self.vocab_size),
+            embedding=embedding,
+            norms=torch.stack((tensor("input_layernorm"), tensor("hidden_norm"))),
+            fc=matrix("fc"),
+            layer=layer,
+            norm=tensor("norm"),
+            output=stored(tensor("lm_head", storage), "output"),
+            ids=ids,
+            layers=tuple(self.layers),
+            norm_before_residual=self.norm_before_residual,
+            norm_output=self.norm_output,
+        )
+
+
+# ---- the proposer
+
+
+@dataclass
+class HeadWeights:
+    """A loaded head. C and V are the head's; the model's hidden states are W wide."""
+
+    config: Config  # of its layer
+    embedding: Tensor  # [the model's V, C]
+    norms: Tensor  # [2, C]: of the embedding, of the state
+    fc: Matrix  # [C, layers W]
+    layer: LayerWeights  # wqkv [(H + 2 KH) D, 2 C]
+    norm: Tensor  # [C]
+    output: Matrix  # [V, C]
+    ids: Tensor | None  # int64 [V]: the model's ids of the head's; None if they are the same
+    layers: tuple[int, ...]  # of the model: the states that enter them
+    norm_before_residual: bool = False  # the residual is the normed state
+    norm_output: bool = False  # so is what the head goes on from
+
+
+class Head(Proposer):
+    """Proposes what a head says. It follows every text from its prompt on."""
+
+    def __init__(self, n: int, engine: Engine, weights: HeadWeights):
+        super().__init__(n)
+        model = engine.model
+        self.model = model
+        self.weights = weights
+        # What Cache and Pass read of a model
+        self.config = weights.config
+        self.device = model.device
+        self.kv_dtype = model.kv_dtype
+        self.cache = Cache(self, len(engine.slots), engine.size)
+        self.cache.tokens = engine.cache.tokens
+        self.cache.drawn = torch.zeros_like(engine.cache.tokens)
+        self.model_cache = engine.cache
+        self.run = engine._run
+        if model.backend == "triton":
+            fit_norm(weights.layer.ffn_norm, weights.layer.w13)
+            fit_norm(weights.norm, weights.output)
+        rows = min(engine.size, PROMPT_CHUNK["cpu"])
+        if model.uses_graphs:
+            rows = next((n for n in LENGTHS if n >= engine.size), LENGTHS[-1])
+        rows = max(rows, MAX_FEW)
+        zeros = partial(torch.zeros, dtype=model.dtype, device=model.device)
+        self.inputs = zeros(rows, weights.fc.columns)  # the model's states, side by side
+        # What fc makes of them, row 0 for the position before
+        self.states = zeros(1 + rows, self.config.dim)
+        # Of each run, and for padding, the state of the last position that the model has evaluated
+        self.last = zeros(len(engine.slots) + 1, self.config.dim)
+        self.counts: dict[int, int] = {}  # how many tokens of each run have keys and values
+        self.stated: set[int] = set()  # runs whose last state is that of the last of these
+        self.logits = torch.zeros(MAX_FEW, model.config.vocab_size, device=model.device)
+        self.own_logits = torch.zeros(MAX_FEW, self.config.vocab_size, device=model.device)
+        self.mask: Tensor | None = None  # of what it knows
+        if weights.ids is not None:
+            V = model.config.vocab_size
+            self.mask = mask_without(sorted({*range(V)} - {*weights.ids.tolist()}), V)
+        self.chains: dict[tuple[int, int], Verification] = {}
+        self.passes_of: dict[int, Pass] = {}
+
+    # The head
+
+    def join(self, T: int) -> Tensor:
+        """States of T positions [T, C], from what was kept of the model's."""
+        return self.model.ops.linear_store(self.inputs[:T], self.weights.fc, self.states[1 : 1 + T])
+
+    def begin(self, h: Tensor, pass_: Pass) -> tuple[Tensor, Tensor]:
+        """From tokens and states to queries and to the residual. Keys and values go to the cache."""
+        w, ops = self.weights, self.model.ops
+        x = ops.side_by_side(w.embedding, w.norms, h, pass_)
+        if w.norm_before_residual:
+            h = x[:, self.config.dim :].contiguous()
+        return ops.rmsnorm_qkv_rope(x, w.layer, pass_), h
+
+    def finish(self, q: Tensor, h: Tensor, pass_: Pass) -> Tensor:
+        """From queries and the residual, which is changed, to the next state. Samples what follows."""
+        w, ops = self.weights, self.model.ops
+        h = ops.linear_add(ops.attention(q, w.layer, pass_), w.layer.wo, h)
+        h = ops.linear_add(ops.rmsnorm_swiglu(h, w.layer, pass_), w.layer.w2, h)
+        if w.ids is None:
+            ops.rmsnorm_linear(h, w.norm, w.output, pass_, pass_.logits)
+        else:
+            own = self.own_logits[: len(h)]
+            pass_.logits.index_copy_(1, w.ids, ops.rmsnorm_linear(h, w.norm, w.output, pass_, own))
+        ops.sample(pass_.logits, pass_)
+        return ops.rmsnorm(h, w.norm, pass_.norm_eps) if w.norm_output else h
+
+    # What the engine tells it
+
+    def propose(self, sequence: Sequence, n: int) -> list[int]:
+        return []  # only in a chain
+
+    def chain(self, texts: int, n: int) -> Verification:
+        if (texts, n) not in self.chains:
+            self.chains[texts, n] = Verification(self, texts, n)
+        return self.chains[texts, n]
+
+    def kept(self, T: int) -> tuple[tuple[int, Tensor], ...]:
+        layers = self.weights.layers
+        return tuple(zip(layers, self.inputs[:T].chunk(len(layers), 1)))
+
+    def follow(self, pass_: Pass, first: int, start: int, count: int) -> None:
+        T = len(pass_.place)
+        if T not in self.passes_of:
+            self.passes_of[T] = Pass(self, self.cache, T, 1, True, self.logits)
+        own = self.passes_of[T]
+        own.now.copy_(pass_.now)
+        index = first // self.cache.run
+        if first in self.stated and self.counts[first] == start:
+            self.states[0] = self.last[index]
+        else:
+            own.place[0] = self.cache.spare  # without the state before it there is no first row
+
+        def run() -> None:
+            self.join(T)
+            self.begin(self.states[:T], own)
+
+        self.run(("follow", T), own, run)
+        self.last[index] = self.states[count]
+        self.note(first, start + count)
+
+    def reuse(self, source: int, target: int, count: int) -> int:
+        count = min(count, self.counts.get(source, 0))
+        if source != target:
+            self.cache.copy(source, target, count)
+        self.counts[target] = count
+        self.stated.discard(target)
+        return self.evaluated(target)
+
+    def evaluated(self, first: int) -> int:
+        """Where the last state was not kept, one less than have keys and values."""
+        return max(self.counts.get(first, 0) - (first not in self.stated), 0)
+
+    def note(self, first: int, count: int) -> None:
+        self.counts[first] = count
+        self.stated.add(first)
+
+
+# ---- without the host
+
+
+class Verification:
+    """See proposals.Chain. Where the rows of its passes lie is one tensor, `now`, since all move on
+    together: `pos` stands for the position of a text's last token, which is evaluated next."""
+
+    def __init__(self, head: Head, N: int, n: int):
+        model, rows = head.model, N * (1 + n)
+        self.head = head
+        self.shape = (N, n)
+        self.sequences: list[Sequence] = []
+        self.sampling: list[tuple[Pass, list[Tensor | None]]] = []
+        self.logits = head.logits[:rows]
+        self.target = Pass(model, head.model_cache, rows, N, False, head.logits)
+        self.target.kept = head.kept(rows)
+        self.target.drawn = head.cache.drawn
+        self.target.feeds = True
+        self.rest = Pass(head, head.cache, rows, N, False, head.logits)
+        guesses = torch.zeros(N, model.config.vocab_size, device=model.device)
+        self.steps = [Pass(head, head.cache, N, N, False, guesses) for _ in range(n)]
+        # Each pass with the distance from pos of its first row, and how many rows a text has
+        self.layout = [(self.target, 0, 1 + n), (self.rest, 1, 1 + n)]
+        self.layout += [(step, i, 1) for i, step in enumerate(self.steps)]
+        sizes = [len(pass_.now) for pass_, *_ in self.layout]
+        numbers = partial(torch.zeros, dtype=torch.int32, device=model.device)
+        # For each number in `now` whose text it moves on with; N if it stays
+        self.now, self.text = numbers(2, sum(sizes))
+        for (pass_, *_), now in zip(self.layout, self.now.split(sizes)):
+            pass_.lie_in(now, len(pass_.place), N)
+        for step in self.steps:
+            step.sampler = self.steps[0].sampler
+        self.counts = numbers(N + 1)  # by how many tokens each text has moved on, and 0
+        self.found = numbers(2, N, 1 + n)
+        self.begins = torch.arange(
+            0, rows, 1 + n, device=model.device
+        )  # the first row of each text
+        self.runs = torch.zeros(N, dtype=torch.int64, device=model.device)
+
+    @property
+    def key(self) -> tuple:
+        return *self.shape, self.target.switches, self.steps[0].switches
+
+    def take(self, sequences: list[Sequence]) -> None:
+        N, _ = self.shape
+        spare = self.head.cache.spare
+        self.sequences = [*sequences]
+        texts = [(s.slot.first, s.pos) for s in sequences]
+        texts += [(spare, 1)] * (N - len(sequences))
+        values: list[int] = []
+        moves: list[int] = []
+        for pass_, distance, count in self.layout:
+            rows = [(i, t) for i in range(N) for t in range(count)]
+            positions = [texts[i][1] + distance + t for i, t in rows]
+            values += [texts[i][0] + position for (i, _), position in zip(rows, positions)]
+            values += positions
+            moves += 2 * [i if i < len(sequences) else N for i, _ in rows]
+            # The head has no keys and values of position 0
+            ahead = int(pass_ is not self.target)
+            for i, (first, pos) in enumerate(texts):
+                values += [first + ahead, pos + distance - ahead, i * count, count]
+                moves += [N, i if i < len(sequences) else N, N, N]
+        device = self.now.device
+        for table, new in ((self.now, values), (self.text, moves)):
+            table.copy_(on_its_way(new, torch.int32, device), non_blocking=True)
+        runs = [first // self.head.cache.run for first, _ in texts]
+        self.runs.copy_(on_its_way(runs, torch.int64, device), non_blocking=True)
+        known = self.head.mask
+        masks = [s.mask for s in sequences]
+        guessed = [known if mask is None or known is None else mask & known for mask in masks]
+        guessed = [mask if known is None else guess for mask, guess in zip(masks, guessed)]
+        self.sampling = [(self.target, masks), (self.steps[0], guessed)]
+
+    def begin(self) -> None:
+        h = self.head.last.index_select(0, self.runs)
+        self.propose(*self.head.begin(h, self.steps[0]))
+
+    def propose(self, q: Tensor, h: Tensor) -> None:
+        """From queries and the residual of the texts' last tokens."""
+        for i, step in enumerate(self.steps):
+            if i > 0:
+                q, h = self.head.begin(h, step)
+            h = self.head.finish(q, h, step)
+
+    def verify(self) -> None:
+        N, n = self.shape
+        head, model, target = self.head, self.head.model, self.target
+        behind = target.place + 1
+        proposed = target.tokens.index_select(0, behind)
+        model.forward(target, target.logits)
+        model.ops.sample(target.logits, target)  # writes what it draws over the proposals
+        drawn = target.drawn.index_select(0, behind)
+        torch.stack((proposed, drawn), out=self.found.view(2, -1))
+        agree = (proposed == drawn).view(N, 1 + n)[:, :n]
+        accepted = agree.int().cumprod(1).sum(1)
+        last_rows = self.begins + accepted
+        states = head.join(len(behind))
+        head.last.index_copy_(0, self.runs, states.index_select(0, last_rows))
+        q, h = head.begin(states, self.rest)
+        self.counts[:N] = accepted + 1
+        self.now.add_(self.counts.index_select(0, self.text))
+        self.propose(q.index_select(0, last_rows), h.index_select(0, last_rows))
