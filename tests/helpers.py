@@ -855,7 +855,7 @@ class Server:
 
 @pytest.fixture(scope="session")
 def server():
-    with Server("-m", TALES, "--queue", 1, "--cors", "https://example.org") as served:
+    with Server("-m", TALES, "-np", 1, "--queue", 1, "--cors", "https://example.org") as served:
         yield served
         accessed = re.compile(r'127\.0\.0\.1:\d+ - "[A-Z]+ \S+ HTTP/1\.1" \d{3}\n')
         strange = [line for line in served.lines[3:] if not accessed.fullmatch(line)]
