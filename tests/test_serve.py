@@ -567,7 +567,8 @@ def test_serve_refuses_to_start(monkeypatch, capfd, tmp_path):
         (["--api-key="], empty), (["--host="], empty), (["-m", ""], empty),
         (["--port", 65536], "65536: must be from 0 to 65,535"), (["--port", -1], "--port"),
         (["--queue", -1], "--queue"), (["--queue", 10_001], "must be from 0 to 10,000"),
-        (["--fp8", "--int4"], "both say how"), (["--temp", -1], "--temp"), (["-n", 5], "unknown flag -n: did you mean -np? (see --help)"),
+        (["--fp8", "--int4"], "both say how"), (["--temp", -1], "--temp"),
+        (["-n", 5], "unknown flag -n: did you mean -np? (see --help)"),
     ):  # fmt: skip
         assert_refused(call(*flags), said, code=2)
     args = serve.parse_args("--queue 10000 --port 65535 --temp 0.5".split())
