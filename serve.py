@@ -23,7 +23,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -140,12 +140,18 @@ class ClientGone(Exception):
     """The client has gone."""
 
 
-def write_next(session: Session, model: str, link: Link, debug: bool = False) -> None:
-    """Wait for a request, and answer it, on all ranks together. model: its name."""
+def write_next(
+    session: Session, model: str, link: Link, debug: bool = False, quiet: bool = True
+) -> None:
+    """Wait for a request, and answer it, on all ranks together. model: its name. quiet: the log
+    does not say how fast the answer was."""
     ranks = session.ranks
     request = ranks.broadcast(link.receive)
     try:
         write(session, model, request, link)
+        summary = request.summary()
+        if summary and not quiet:
+            cli.note(summary)
     except ClientGone:
         link.send(Part(b""))
     except APIError as error:
@@ -263,7 +269,6 @@ class Frontend:
             exception_handlers={HTTPException: error_response, Exception: self.failed},
         )
         self.app.router.redirect_slashes = False
-        self.note_once = lru_cache(99)(cli.note)
 
     async def run(self, listener: socket.socket, access_log: bool) -> None:
         loop = asyncio.get_running_loop()
@@ -302,7 +307,8 @@ class Frontend:
         """Report what fails outside of a request, such as accepting one when all file descriptors
         are in use: asyncio tries that again without end."""
         error = context.get("exception")
-        self.note_once(f"error: {cli.error_line(error) if error else context['message']}")
+        reason = f": {cli.error_line(error)}" if error else ""
+        cli.note_once(context["message"] + reason)
 
     async def about_model(self, received: Request) -> Response:
         name = received.path_params["name"]
@@ -317,13 +323,7 @@ class Frontend:
             client = Client(parse_request(body, kind), len(body))
         except ClientDisconnect:
             return Response()  # nobody reads it
-        if len(self.waiting) > self.queue_limit:
-            message = f"the server is busy, and its queue of {self.queue_limit} is full"
-            raise APIError(message, 503, "queue_full")
-        size = sum(waiting.size for waiting in self.waiting[1:])
-        if self.waiting and size + client.size > QUEUE_BYTES:
-            message = f"the server is busy, and what waits has {size} of {QUEUE_BYTES} bytes"
-            raise APIError(message, 503, "queue_full")
+        self.check_room(client.size)
         self.waiting.append(client)
         if client is self.waiting[0]:
             self.pipe.send(client.request)
@@ -336,6 +336,17 @@ class Frontend:
             # without starlette's own watch, whose group of tasks takes half a millisecond to begin
             return lambda scope, receive, send: response.stream_response(send)
         return Response(first.body, first.status, media_type="application/json")
+
+    def check_room(self, size: int) -> None:
+        """Raise APIError if a request of so many bytes cannot wait."""
+        waiting = sum(client.size for client in self.waiting[1:])
+        full = ""
+        if len(self.waiting) > self.queue_limit:
+            full = f"queue of {self.queue_limit}"
+        elif self.waiting and waiting + size > QUEUE_BYTES:
+            full = f"queue of {QUEUE_BYTES} bytes"
+        if full:
+            raise APIError(f"the server is busy, and its {full} is full", 503, "queue_full")
 
     async def watch(self, client: Client, received: Request) -> None:
         """Wait until a client has its answer or has gone."""
@@ -495,7 +506,7 @@ def work(link: Link, args: argparse.Namespace, ranks: Ranks) -> int:
         if link.pipe:
             link.pipe.send((model, session.state.size))
         while True:
-            write_next(session, model, link, args.debug)
+            write_next(session, model, link, args.debug, args.quiet)
     except (EOFError, ConnectionError):
         what = "the process that answers clients has ended"
         raise RuntimeError(what) from None

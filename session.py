@@ -280,8 +280,10 @@ class Session:
         if strip_space is None:
             strip_space = prompt == "" and self.tokenizer.vocabulary.adds_space
         text = prompt
+        doubles_bos = False
         if isinstance(prompt, str):
             prompt = self.encode(prompt)
+            doubles_bos = prompt[:2] == [self.tokenizer.bos] * 2
         elif echo:
             text = self.tokenizer.decode(prompt)
         if eos is None:
@@ -315,7 +317,7 @@ class Session:
             decode=decode,
         )
         self._generation = Generation(len(prompt), tokens, timings, n, eos, stream, scorer, first)
-        self._generation.doubles_bos = prompt[:2] == [self.tokenizer.bos] * 2
+        self._generation.doubles_bos = doubles_bos
         self._generation.at_end(lambda: self._count(timings))
         return self._generation
 
