@@ -345,8 +345,10 @@ class Session:
         if strip_space is None:
             strip_space = prompt == "" and self.tokenizer.vocabulary.adds_space
         text = prompt
+        doubles_bos = False
         if isinstance(prompt, str):
             prompt = self.encode(prompt)
+            doubles_bos = prompt[:2] == [self.tokenizer.bos] * 2
         elif echo:
             text = self.tokenizer.decode(prompt)
         if eos is None:
@@ -373,7 +375,7 @@ class Session:
             prompt_scores=scored and scored.add,
         )
         generation = Generation(self.engine, sequence, written)
-        generation.doubles_bos = prompt[:2] == [self.tokenizer.bos] * 2
+        generation.doubles_bos = doubles_bos
         generation.at_end(self._count)
         return generation
 
