@@ -49,6 +49,7 @@ LENGTHS = (1, 8, 16, 32, 48, 64, 96, 128, 160)
 LENGTHS += (*range(192, 384, 16), *range(384, 768, 32), *range(768, 2048, 64))
 LENGTHS += tuple(range(2048, 4097, 128))
 TEXTS = (1, 2, 4, 8, 16)  # numbers of texts that are captured; others are padded
+MOST_TEXTS = TEXTS[-1]
 AHEAD = 2  # positions behind the last of a sequence that a pass launched ahead may write
 SPARE = 16  # places that padding writes: as many as a padded segment may have rows
 SCORES_AT_ONCE = 1 << 22  # logits of a prompt's tokens that are in memory together
@@ -378,7 +379,7 @@ class Engine:
     def __init__(self, model: Llama, parallel: int = 1, size: int | None = None):
         """parallel: how many texts may be written at once. size: positions of each, by default the
         model's context."""
-        assert 1 <= parallel <= TEXTS[-1], parallel
+        assert 1 <= parallel <= MOST_TEXTS, parallel
         self.model = model
         self.size = size or model.ctx_size
         self.cache = Cache(model, parallel, self.size)
