@@ -49,6 +49,7 @@ LENGTHS = (1, 8, 16, 32, 48, 64, 96, 128, 160)
 LENGTHS += (*range(192, 384, 16), *range(384, 768, 32), *range(768, 2048, 64))
 LENGTHS += tuple(range(2048, 4097, 128))
 TEXTS = (1, 2, 4, 8, 16)  # numbers of texts that are captured; others are padded
+MOST_TEXTS = TEXTS[-1]
 AHEAD = 2  # positions behind the last of a sequence that a pass launched ahead may write
 SPARE = 16  # places that padding writes: as many as a padded segment may have rows
 SCORES_AT_ONCE = 1 << 22  # logits of a prompt's tokens that are in memory together
@@ -237,7 +238,7 @@ class Sequence:
         ignore_eos they are never sampled. progress: called with the number of tokens of the prompt that
         are done, and the total. scores: note each token's, with so many of the most probable ones.
         prompt_scores: called with those of a part of the prompt's tokens, from the second on."""
-        self.prompt = prompt
+        self.prompt = [*prompt]  # the caller may go on using the list
         self.take = take
         self.n = n
         self.sampling = sampling
@@ -378,7 +379,7 @@ class Engine:
     def __init__(self, model: Llama, parallel: int = 1, size: int | None = None):
         """parallel: how many texts may be written at once. size: positions of each, by default the
         model's context."""
-        assert 1 <= parallel <= TEXTS[-1], parallel
+        assert 1 <= parallel <= MOST_TEXTS, parallel
         self.model = model
         self.size = size or model.ctx_size
         self.cache = Cache(model, parallel, self.size)
@@ -478,7 +479,8 @@ class Engine:
             free = [slot for slot in self.slots if slot.sequence is None]
             if not free:
                 return
-            self._place(self.waiting.popleft(), free)
+            self._place(self.waiting[0], free)
+            self.running.append(self.waiting.popleft())
 
     def _place(self, sequence: Sequence, free: list[Slot]) -> None:
         """Put a text into the slot with the longest common beginning, if it needs at least half of what
@@ -492,22 +494,25 @@ class Engine:
             if best in free and 2 * common >= len(best.tokens):
                 slot = best
         known = common == len(prompt)
+        slot.forget()
         if slot is not best:
             self.cache.copy(best.first, slot.first, common)
             if known:
                 slot.prompt_logits.copy_(best.prompt_logits)
-        slot.prompt = prompt if known else []
+        if known:
+            slot.prompt = prompt
         self._uses += 1
         slot.used = self._uses
-        slot.sequence = sequence
-        sequence.slot = slot
-        if sequence.ignores_eos and sequence.eos:
-            sequence.mask = mask_without(sequence.eos, self.model.config.vocab_size)
+        V = self.model.config.vocab_size
+        # A tokenizer without an eos says -1
+        never = [i for i in sequence.eos if sequence.ignores_eos and 0 <= i < V]
+        sequence.mask = mask_without(never, V) if never else None
         sequence.pos = sequence.placed = common
         room = self.size - len(prompt)
         sequence.limit = min(sequence.n, room) if sequence.n >= 0 else room
         sequence.timings.prompt_tokens = len(prompt) - common
-        self.running.append(sequence)
+        sequence.slot = slot
+        slot.sequence = sequence
 
     # Prompts
 
@@ -525,11 +530,11 @@ class Engine:
                 self._evaluate(slot.first, sequence.pos, part[:count])
                 sequence.pos += count
             sequence.placed = sequence.pos
-            if sequence.progress:
-                sequence.progress(sequence.pos, len(prompt))
             if sequence.pos == len(prompt):
                 slot.prompt = prompt
                 slot.prompt_logits.copy_(self._logits[:1])
+            if sequence.progress:
+                sequence.progress(sequence.pos, len(prompt))
         rows = []
         scores = None
         if sequence.pos == len(prompt):
@@ -880,8 +885,6 @@ def generate(
 
     if eos is None:
         eos = model.config.eos_ids
-    # A tokenizer without an eos says -1
-    eos = {i for i in eos if 0 <= i < model.config.vocab_size}
     sequence = Sequence(prompt, take, n, sampling or model.sampling, eos, ignore_eos, progress)
     sequence.timings = timings or sequence.timings
     engine.add(sequence)

@@ -21,7 +21,7 @@ from weakref import ref
 import torch
 from tqdm import tqdm
 
-from engine import Engine, Score, Sequence, Timings
+from engine import MOST_TEXTS, Engine, Score, Sequence, Timings
 from loading.checkpoint import Checkpoint, find_checkpoint, load, read_config
 from loading.place import DTYPES
 from logprobs import Logprob, PromptScores
@@ -270,6 +270,8 @@ class Session:
             if threads < 1:
                 raise ValueError(f"threads is {threads}; it must be 1 or more")
             torch.set_num_threads(threads)
+        if not 1 <= parallel <= MOST_TEXTS:
+            raise ValueError(f"parallel is {parallel}; it must be from 1 to {MOST_TEXTS}")
         if lookup and draft:
             raise ValueError("lookup and draft both propose tokens: use one of them")
         # Ranks would disagree about when proposals pay off
@@ -386,10 +388,14 @@ class Session:
         progress: show a bar of how many are done. options: as for generate, which raises the same
         errors."""
         texts = [self.generate(prompt, **options) for prompt in prompts]
-        for text in texts:
-            text.begin()
-        shown = tqdm(texts, unit=" texts", disable=not progress)
-        return [text.finish() for text in shown]
+        try:
+            for text in texts:
+                text.begin()
+            shown = tqdm(texts, unit=" texts", disable=not progress)
+            return [text.finish() for text in shown]
+        finally:  # one may have failed, or Ctrl-C come
+            for text in texts:
+                text.close()
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt, in which the names of control tokens stand for these; for an empty
