@@ -219,9 +219,9 @@ def test_tuner_writes_the_sizes_that_products_take(experts, format, monkeypatch,
         slow[op] = found is None or list(found) != candidates[kind][1]
         return found
 
-    def seconds(engine, T, depth):
+    def seconds(passes, T, depth):
         slow.clear()
-        pass_ = engine.pass_at(depth, T)
+        pass_ = passes.at(depth, T)
         model.forward(pass_, pass_.logits)
         return 1.0 + sum(slow.values())
 
