@@ -32,7 +32,7 @@ PROMPT_CHUNK = {"cpu": 512, "cuda": 2048}
 LENGTHS = (1, 8, 16, 32, 48, 64, 96, 128, 160)
 LENGTHS += (*range(192, 384, 16), *range(384, 768, 32), *range(768, 2048, 64))
 LENGTHS += tuple(range(2048, 4097, 128))
-TEXTS = (1, 2, 4, 8, 16)  # numbers of texts that are captured; others are padded
+TEXTS = (1, 2, 4, 8, 16, 32, 64)  # numbers of texts that are captured; others are padded
 MOST_TEXTS = TEXTS[-1]
 AHEAD = 2  # positions behind the last of a sequence that a pass launched ahead may write
 SPARE = 16  # places that padding writes: as many as a padded segment may have rows
@@ -200,7 +200,8 @@ class Passes:
         self.size = size or model.ctx_size
         self.cache = Cache(model, slots, self.size)
         # of the pass that was evaluated last; of a prompt, those of its last token
-        self.logits = torch.zeros(MAX_FEW, model.config.vocab_size, device=model.device)
+        most = max(MAX_FEW, self.segments(slots))
+        self.logits = torch.zeros(most, model.config.vocab_size, device=model.device)
         self._passes: dict[tuple[int, int, bool], Pass] = {}
         self._pool: tuple[int, int] | None = None  # memory that all graphs share
 

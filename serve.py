@@ -83,7 +83,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--cors", action="append", default=[], metavar="ORIGIN",
         help="allow web pages of this origin, such as https://example.org, besides those on"
         " localhost; * is all; may be repeated")
-    add("-np", "--parallel", type=cli.within(int, 1, 16), default=4, metavar="N",
+    add("-np", "--parallel", type=cli.within(int, 1, 64), default=4, metavar="N",
         help="how many texts are written beside each other, each with a context of its own [4]")
     add("--queue", type=cli.within(int, 0, 10_000), default=64, metavar="N",
         help="how many requests may wait; others are refused")
