@@ -21,10 +21,11 @@ from weakref import ref
 import torch
 from tqdm import tqdm
 
-from engine import Engine, Score, Sequence, Timings
+from engine import MOST_TEXTS, Engine, Score, Sequence, Timings
 from loading.checkpoint import Checkpoint, find_checkpoint, load, read_config
 from loading.place import DTYPES
 from logprobs import Logprob, PromptScores
+from passes import Passes
 from ranks.processes import Ranks
 from sampling import Sampling
 from settings import SETTINGS
@@ -270,6 +271,8 @@ class Session:
             if threads < 1:
                 raise ValueError(f"threads is {threads}; it must be 1 or more")
             torch.set_num_threads(threads)
+        if not 1 <= parallel <= MOST_TEXTS:
+            raise ValueError(f"parallel is {parallel}; it must be from 1 to {MOST_TEXTS}")
         if lookup and draft:
             raise ValueError("lookup and draft both propose tokens: use one of them")
         # Ranks would disagree about when proposals pay off
@@ -299,8 +302,8 @@ class Session:
             self.engine.proposer = Lookup(lookup)
         if draft:
             model = load(draft, ctx_size=self.ctx_size, **options)
-            engine = Engine(model, parallel, self.ctx_size)
-            self.engine.proposer = Draft(draft_max, engine, config.vocab_size)
+            passes = Passes(model, parallel, self.ctx_size)
+            self.engine.proposer = Draft(draft_max, passes, config.vocab_size)
         self.sampling: Sampling = self.model.sampling  # the checkpoint's own
         self.timings = Timings()  # of all that was generated
         self.load_seconds = time.perf_counter() - start
@@ -345,14 +348,16 @@ class Session:
         if strip_space is None:
             strip_space = prompt == "" and self.tokenizer.vocabulary.adds_space
         text = prompt
+        doubles_bos = False
         if isinstance(prompt, str):
             prompt = self.encode(prompt)
+            doubles_bos = prompt[:2] == [self.tokenizer.bos] * 2
         elif echo:
             text = self.tokenizer.decode(prompt)
         if eos is None:
             eos = self.eos
         self.model.check(prompt)
-        self.engine.check_room(len(prompt))
+        self.engine.passes.check_room(len(prompt))
         if logprobs is not None and logprobs < 0:
             raise ValueError(f"logprobs is {logprobs}; it must be 0 or more")
         written = Text(TextStream(self.tokenizer, strip_space, listed(stop), shown), eos)
@@ -373,7 +378,7 @@ class Session:
             prompt_scores=scored and scored.add,
         )
         generation = Generation(self.engine, sequence, written)
-        generation.doubles_bos = prompt[:2] == [self.tokenizer.bos] * 2
+        generation.doubles_bos = doubles_bos
         generation.at_end(self._count)
         return generation
 
@@ -384,10 +389,14 @@ class Session:
         progress: show a bar of how many are done. options: as for generate, which raises the same
         errors."""
         texts = [self.generate(prompt, **options) for prompt in prompts]
-        for text in texts:
-            text.begin()
-        shown = tqdm(texts, unit=" texts", disable=not progress)
-        return [text.finish() for text in shown]
+        try:
+            for text in texts:
+                text.begin()
+            shown = tqdm(texts, unit=" texts", disable=not progress)
+            return [text.finish() for text in shown]
+        finally:  # one may have failed, or Ctrl-C come
+            for text in texts:
+                text.close()
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt, in which the names of control tokens stand for these; for an empty

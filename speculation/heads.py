@@ -23,12 +23,12 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from cards.cpu import in_cpu_layout, storage_dtype
-from engine import LENGTHS, PROMPT_CHUNK, Cache, Engine, Pass, Sequence, on_its_way
 from formats import Matrix
 from kernels import FORMATS
 from loading import hub
@@ -39,9 +39,13 @@ from loading.place import free_memory
 from loading.reading import read
 from loading.sources import tensors_of, weight_files
 from model import Config, LayerWeights, Llama
+from passes import LENGTHS, PROMPT_CHUNK, Cache, Pass, Passes, on_its_way
 from products import MAX_FEW, fit_norm
 from sampling import mask_without
 from speculation.proposals import Proposer
+
+if TYPE_CHECKING:
+    from engine import Sequence
 
 # ---- on disk
 
@@ -273,36 +277,38 @@ class HeadWeights:
 class Head(Proposer):
     """Proposes what a head says. It follows every text from its prompt on."""
 
-    def __init__(self, n: int, engine: Engine, weights: HeadWeights):
+    def __init__(self, n: int, passes: Passes, weights: HeadWeights):
+        """passes: the model's."""
         super().__init__(n)
-        model = engine.model
+        model = passes.model
+        slots = passes.cache.spare // passes.cache.run
         self.model = model
         self.weights = weights
         # What Cache and Pass read of a model
         self.config = weights.config
         self.device = model.device
         self.kv_dtype = model.kv_dtype
-        self.cache = Cache(self, len(engine.slots), engine.size)
-        self.cache.tokens = engine.cache.tokens
-        self.cache.drawn = torch.zeros_like(engine.cache.tokens)
-        self.model_cache = engine.cache
-        self.run = engine._run
+        self.cache = Cache(self, slots, passes.size)
+        self.cache.tokens = passes.cache.tokens
+        self.cache.drawn = torch.zeros_like(passes.cache.tokens)
+        self.target = passes
+        passes.follower = self
         if model.backend == "triton":
             fit_norm(weights.layer.ffn_norm, weights.layer.w13)
             fit_norm(weights.norm, weights.output)
-        rows = min(engine.size, PROMPT_CHUNK["cpu"])
+        rows = min(passes.size, PROMPT_CHUNK["cpu"])
         if model.uses_graphs:
-            rows = next((n for n in LENGTHS if n >= engine.size), LENGTHS[-1])
+            rows = next((n for n in LENGTHS if n >= passes.size), LENGTHS[-1])
         rows = max(rows, MAX_FEW)
         zeros = partial(torch.zeros, dtype=model.dtype, device=model.device)
         self.inputs = zeros(rows, weights.fc.columns)  # the model's states, side by side
         # What fc makes of them, row 0 for the position before
         self.states = zeros(1 + rows, self.config.dim)
         # Of each run, and for padding, the state of the last position that the model has evaluated
-        self.last = zeros(len(engine.slots) + 1, self.config.dim)
+        self.last = zeros(slots + 1, self.config.dim)
         self.counts: dict[int, int] = {}  # how many tokens of each run have keys and values
         self.stated: set[int] = set()  # runs whose last state is that of the last of these
-        self.logits = torch.zeros(MAX_FEW, model.config.vocab_size, device=model.device)
+        self.logits = passes.logits
         self.own_logits = torch.zeros(MAX_FEW, self.config.vocab_size, device=model.device)
         self.mask: Tensor | None = None  # of what it knows
         if weights.ids is not None:
@@ -368,7 +374,7 @@ class Head(Proposer):
             self.join(T)
             self.begin(self.states[:T], own)
 
-        self.run(("follow", T), own, run)
+        self.target.run(("follow",), own, run)
         self.last[index] = self.states[count]
         self.note(first, start + count)
 
@@ -403,7 +409,7 @@ class Verification:
         self.sequences: list[Sequence] = []
         self.sampling: list[tuple[Pass, list[Tensor | None]]] = []
         self.logits = head.logits[:rows]
-        self.target = Pass(model, head.model_cache, rows, N, False, head.logits)
+        self.target = Pass(model, head.target.cache, rows, N, False, head.logits)
         self.target.kept = head.kept(rows)
         self.target.drawn = head.cache.drawn
         self.target.feeds = True
@@ -423,14 +429,15 @@ class Verification:
             step.sampler = self.steps[0].sampler
         self.counts = numbers(N + 1)  # by how many tokens each text has moved on, and 0
         self.found = numbers(2, N, 1 + n)
+        self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
         self.begins = torch.arange(
             0, rows, 1 + n, device=model.device
         )  # the first row of each text
         self.runs = torch.zeros(N, dtype=torch.int64, device=model.device)
 
     @property
-    def key(self) -> tuple:
-        return *self.shape, self.target.switches, self.steps[0].switches
+    def switches(self) -> tuple:
+        return self.target.switches, self.steps[0].switches
 
     def take(self, sequences: list[Sequence]) -> None:
         N, _ = self.shape
@@ -462,12 +469,12 @@ class Verification:
         guessed = [mask if known is None else guess for mask, guess in zip(masks, guessed)]
         self.sampling = [(self.target, masks), (self.steps[0], guessed)]
 
-    def begin(self) -> None:
+    def propose(self) -> None:
         h = self.head.last.index_select(0, self.runs)
-        self.propose(*self.head.begin(h, self.steps[0]))
+        self.go_on(*self.head.begin(h, self.steps[0]))
 
-    def propose(self, q: Tensor, h: Tensor) -> None:
-        """From queries and the residual of the texts' last tokens."""
+    def go_on(self, q: Tensor, h: Tensor) -> None:
+        """Propose, from queries and the residual of the texts' last tokens."""
         for i, step in enumerate(self.steps):
             if i > 0:
                 q, h = self.head.begin(h, step)
@@ -490,4 +497,4 @@ class Verification:
         q, h = head.begin(states, self.rest)
         self.counts[:N] = accepted + 1
         self.now.add_(self.counts.index_select(0, self.text))
-        self.propose(q.index_select(0, last_rows), h.index_select(0, last_rows))
+        self.go_on(q.index_select(0, last_rows), h.index_select(0, last_rows))

@@ -18,9 +18,11 @@ from weakref import WeakKeyDictionary
 from sampling import mask_without
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-    from engine import Engine, Pass, Sequence
+    from engine import Sequence
+    from passes import Pass, Passes
 
 MAX_PROPOSALS = 15  # per pass
 # The last tokens that are looked up: the longest run of them that occurred before, of these lengths
@@ -73,25 +75,27 @@ def agreeing(these: list[int], those: list[int]) -> int:
 
 
 class Chain(Protocol):
-    """What the device does for N texts without the host: it evaluates their last tokens with n
-    proposals, samples, and proposes again."""
+    """How the device goes on with N texts by itself: it evaluates their last tokens with n proposals,
+    samples, and proposes again."""
 
     sequences: list[Sequence]
-    key: tuple  # of its graphs
-    found: Tensor  # what was proposed, and what was drawn: int32 [2, N, 1 + n]
-    now: Tensor  # see Pass
-    logits: Tensor
-    # Passes that sample, and what each text's tokens may be there: Engine._settle
+    found: Tensor  # what was proposed to follow each row, and what was drawn: int32 [2, N, 1 + n]
+    # Passes that sample, and what each text's tokens may be there: see Passes.settle
     sampling: list[tuple[Pass, list[Tensor | None]]]
+    switches: tuple  # of these
+    # See Pass, as whose graphs these run
+    now: Tensor
+    logits: Tensor
+    graphs: dict[tuple, torch.cuda.CUDAGraph]
 
     def take(self, sequences: list[Sequence]) -> None:
         """Go on with these texts."""
 
-    def begin(self) -> None:
+    def propose(self) -> None:
         """Propose what may follow the texts."""
 
     def verify(self) -> None:
-        """Evaluate what was proposed, and propose what may follow."""
+        """Evaluate what was proposed, and propose what may follow that."""
 
 
 class Proposer:
@@ -125,31 +129,24 @@ class Proposer:
         self.accepted += accepted
         self.pacer.record(proposed, accepted / texts, seconds, waited)
 
-    # What only a head does, see speculation/heads.py: it needs the model's hidden states, and
-    # proposes on the device. A run is given by its first place in the cache
+    # What only a head does, which goes on from the model's hidden states, and on the device
+    # (speculation/heads.py). Texts are given by their first place in the cache
 
     def chain(self, texts: int, n: int) -> Chain | None:
-        """The passes in which the device itself proposes n tokens for each of so many texts."""
+        """How the device itself proposes n tokens for each of so many texts."""
         return None
 
-    def kept(self, T: int) -> tuple[tuple[int, Tensor], ...]:
-        """Which hidden states a pass of T tokens of a prompt keeps: PassView.kept."""
-        return ()
-
-    def follow(self, pass_: Pass, first: int, start: int, count: int) -> None:
-        """The model has evaluated some tokens of a run, from the position `start` on."""
-
     def reuse(self, source: int, target: int, count: int) -> int:
-        """The run `target` begins with so many tokens of `source`. Returns how many of them need not be
-        evaluated again."""
+        """A text begins with `count` tokens of another one, or of the one before it. Returns how many of
+        them need not be evaluated again."""
         return count
 
     def evaluated(self, first: int) -> int:
-        """How many tokens of a run need not be evaluated again."""
+        """How many tokens of a text need not be evaluated again."""
         raise NotImplementedError
 
     def note(self, first: int, count: int) -> None:
-        """A chain has evaluated so many tokens of a run."""
+        """A chain has evaluated a text up to so many tokens."""
 
     def summary(self) -> str:
         share = "none of 0"
@@ -205,24 +202,23 @@ class Draft(Proposer):
     (Leviathan et al., 2023). Each text has the slot in the draft's cache that it has in the
     model's."""
 
-    def __init__(self, n: int, engine: Engine, vocab_size: int):
-        """engine: the draft's, with slots like the model's. vocab_size: the model's. Of the two
+    def __init__(self, n: int, passes: Passes, vocab_size: int):
+        """passes: the draft's, with slots like the model's. vocab_size: the model's. Of the two
         vocabularies one may be padded further: what the other lacks is never proposed."""
         super().__init__(n)
-        self.engine = engine
-        own = engine.model.config.vocab_size
+        self.passes = passes
+        own = passes.model.config.vocab_size
         self.mask = mask_without(range(vocab_size, own), own)
         self.known: dict[int, list[int]] = {}  # the tokens that each slot has evaluated
 
     def propose(self, sequence: Sequence, n: int) -> list[int]:
         """The draft evaluates what it has not seen of the text, and then what it samples itself; its
         last proposal is not evaluated."""
-        engine = self.engine
-        V = engine.model.config.vocab_size
+        V = self.passes.model.config.vocab_size
         ids = [id if id < V else 0 for id in sequence.ids]  # 0 for what only the model has
         first = sequence.slot.first
         known = min(agreeing(self.known.get(first, []), ids), len(ids) - 1)
         self.known[first] = ids[:known]  # should anything interrupt this
-        guesses = engine.sample_on(ids, known, first, n, sequence.sampling, self.mask)
+        guesses = self.passes.sample_on(ids, known, first, n, sequence.sampling, self.mask)
         self.known[first] = ids + guesses[:-1]
         return guesses
