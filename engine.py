@@ -487,7 +487,7 @@ class Engine:
             self._begin(sequences, chain)
         begun = Moment(self.model.device)
         self.passes.run(("verify", chain.switches), chain, chain.verify)
-        verified = chain.found.to("cpu", non_blocking=True)
+        verified = chain.found.to("cpu", non_blocking=True, copy=True)
         ended = Moment(self.model.device)
         waited = self.model.uses_graphs and not goes_on
         rows = [Row(s, None) for s in sequences]

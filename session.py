@@ -29,6 +29,7 @@ from passes import Passes
 from ranks.processes import Ranks
 from sampling import Sampling
 from settings import SETTINGS
+from speculation.heads import Head, HeadFile, find_draft, is_head
 from speculation.proposals import Draft, Lookup
 from tokenizer import Prompt, TextStream, Tokenizer
 
@@ -250,6 +251,7 @@ class Session:
         lookup: int | None = None,
         draft: str | None = None,
         draft_max: int = 4,
+        draft_always: bool = False,
         parallel: int = 1,
         quiet: bool = False,
         ranks: Ranks = Ranks(),
@@ -257,8 +259,9 @@ class Session:
         """model: a folder, a GGUF file, or a repository of the hub. dtype to sampling, quiet and
         ranks: see checkpoint.load. chat_template: a name or a file, instead of the checkpoint's
         own. threads: of the CPU; by default one for a small model, otherwise one per core. lookup:
-        propose so many tokens from earlier in the text. draft: a smaller model, which proposes
-        draft_max tokens. parallel: how many texts may be written at once, each with a context of
+        propose so many tokens from earlier in the text. draft: a smaller model, or a head that was
+        trained for this one, which proposes draft_max tokens. draft_always: also where proposals cost
+        more time than they save. parallel: how many texts may be written at once, each with a context of
         its own. Raises ValueError, OSError or MemoryError with a message of one line."""
         start = time.perf_counter()
         checkpoint = Checkpoint(find_checkpoint(model))
@@ -278,8 +281,13 @@ class Session:
         # Ranks would disagree about when proposals pay off
         if (lookup or draft) and ranks.size > 1:
             raise ValueError(f"lookup and draft run in one process, not in {ranks.size}")
+        head = None
         if draft:
-            check_draft(draft, self.tokenizer, config.vocab_size)
+            draft = find_draft(draft)
+            if is_head(draft):
+                head = HeadFile(draft, checkpoint.folder, config)
+            else:
+                check_draft(draft, self.tokenizer, config.vocab_size)
         self.ranks = ranks
         options = dict(
             dtype=dtype_name(dtype),
@@ -300,10 +308,15 @@ class Session:
         self.ctx_size = self.engine.size  # positions of each text
         if lookup:
             self.engine.proposer = Lookup(lookup)
-        if draft:
+        if head:
+            weights = head.load(self.model)
+            self.engine.proposer = Head(draft_max, self.engine.passes, weights)
+        elif draft:
             model = load(draft, ctx_size=self.ctx_size, **options)
             passes = Passes(model, parallel, self.ctx_size)
             self.engine.proposer = Draft(draft_max, passes, config.vocab_size)
+        if self.engine.proposer:
+            self.engine.proposer.always = draft_always
         self.sampling: Sampling = self.model.sampling  # the checkpoint's own
         self.timings = Timings()  # of all that was generated
         self.load_seconds = time.perf_counter() - start
@@ -513,17 +526,16 @@ def replace_settings(sampling: Sampling, settings: dict[str, float]) -> Sampling
     return replace(sampling, **settings)
 
 
-def check_draft(name: str, tokenizer: Tokenizer, vocab_size: int) -> None:
+def check_draft(folder: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
     """Raise ValueError if a draft has other tokens. How many unused ones pad its vocabulary does
     not matter."""
-    folder = find_checkpoint(name)
     config = read_config(folder)
     other = Tokenizer(folder, config.vocab_size, config.bos_id)
     ids = range(max(config.vocab_size, vocab_size))
     differs = any(other.bytes_of(i) != tokenizer.bytes_of(i) for i in ids)
     if differs or other.control != tokenizer.control:
         what = "has a different vocabulary from the model's"
-        raise ValueError(f"the draft {name} {what}: it cannot propose tokens for it")
+        raise ValueError(f"the draft {folder} {what}: it cannot propose tokens for it")
 
 
 # ---- a conversation

@@ -1360,6 +1360,7 @@ def exact_model(tiny, ctx_size: int, device="cpu"):
                 alone.position = pass_.position[row : row + 1]
                 alone.segments = torch.tensor([[first, start + i, 0, 1]], dtype=torch.int32)
                 alone.longest, alone.rows = 1, None
+                alone.kept = [(layer, state[row : row + 1]) for layer, state in pass_.kept]
                 found = forward(alone, logits.new_empty(1, logits.shape[1]))
                 if row in wanted:
                     logits[wanted.index(row)] = found[0]
