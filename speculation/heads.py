@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 # ---- on disk
 
 EAGLE, SPECULATORS = "midlayer.", "layers.0."  # what the names of the layer's tensors begin with
+FLOATS, IDS = (torch.float16, torch.bfloat16, torch.float32), (torch.int32, torch.int64)
 NOT_NEEDED = ("t2d", "rotary_emb.inv_freq")  # they repeat d2t, and the configuration
 
 
@@ -166,12 +167,12 @@ class HeadFile:
             shapes["d2t"] = (self.vocab_size,)
         problems = [f"{name} is missing" for name in shapes if name not in found]
         for name, tensor in found.items():
-            floats = tensor.dtype in (torch.float16, torch.bfloat16, torch.float32)
+            types = IDS if name == "d2t" else FLOATS
             if name in NOT_NEEDED:
                 continue
             if name not in shapes:
                 problems.append(f"{tensor.name} is not supported")
-            elif tensor.shape != shapes[name] or not (floats or name == "d2t"):
+            elif tensor.shape != shapes[name] or tensor.dtype not in types:
                 shape = f"{[*tensor.shape]} in {tensor.dtype}, not {[*shapes[name]]}"
                 problems.append(f"{tensor.name} is {shape}")
         if problems:
@@ -480,6 +481,10 @@ class Verification:
                 q, h = self.head.begin(h, step)
             h = self.head.finish(q, h, step)
 
+    def drawn(self, behind: Tensor, proposed: Tensor) -> Tensor:
+        """What the model drew at these places."""
+        return self.target.drawn.index_select(0, behind)
+
     def verify(self) -> None:
         N, n = self.shape
         head, model, target = self.head, self.head.model, self.target
@@ -487,7 +492,7 @@ class Verification:
         proposed = target.tokens.index_select(0, behind)
         model.forward(target, target.logits)
         model.ops.sample(target.logits, target)  # writes what it draws over the proposals
-        drawn = target.drawn.index_select(0, behind)
+        drawn = self.drawn(behind, proposed)
         torch.stack((proposed, drawn), out=self.found.view(2, -1))
         agree = (proposed == drawn).view(N, 1 + n)[:, :n]
         accepted = agree.int().cumprod(1).sum(1)

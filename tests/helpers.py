@@ -593,6 +593,7 @@ def op_arguments(
     half = functools.partial(randn, dtype=dtype)
     return {
         "embedding": lambda: ((half(V, C), pass_), ()),
+        "side_by_side": lambda: ((half(V, C), half(2, C), x, pass_), ()),
         "rmsnorm": lambda: ((x, norm, 1e-5), ()),
         "rmsnorm_qkv_rope": lambda: ((x, qkv(), pass_), ("2.k", "2.v")),
         "attention": lambda: ((half(T, H, D), of_layer(), pass_), ()),
