@@ -105,7 +105,8 @@ def speed(engine: Engine, repetitions: int, n: int) -> tuple[float, float]:
 def rows_of(model: Llama, args: argparse.Namespace) -> Iterator[dict]:
     plain, _ = speed(Engine(model), args.repetitions, args.tokens)
     own = FORMATS.get(bench.format_of(model))
-    for (n, mean), format in itertools.product(args.accept, dict.fromkeys((own, None))):
+    formats = dict.fromkeys((own, FORMATS["e4m3"]))
+    for format, (n, mean) in itertools.product(formats, args.accept):
         weights = random_head(model, format)
         engine = Engine(model)
         head = Head(n, engine.passes, weights)
@@ -132,11 +133,9 @@ def rows_of(model: Llama, args: argparse.Namespace) -> Iterator[dict]:
 
 
 def show_heads(args: argparse.Namespace) -> None:
-    rows = []
     for format in args.format:
         model = bench.open_model(args, args.dtype[0], 32 + 2 * args.tokens, format)
-        rows += rows_of(model, args)
-        bench.show(rows[-2 * len(args.accept) :], args.output)
+        bench.show([*rows_of(model, args)], args.output)
         del model
     note(LEGEND)
 

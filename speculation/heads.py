@@ -229,14 +229,13 @@ class HeadFile:
             w2=matrix("mlp.down_proj"),
             qk_norm=norms,
         )
-        ids = None
+        ids = torch.arange(self.vocab_size)
         if "d2t" in self.tensors:
             (offsets,) = read([self.tensors["d2t"]])
-            ids = offsets.long() + torch.arange(len(offsets))
-            V = model.config.vocab_size
-            if not ((ids >= 0) & (ids < V)).all() or len(ids.unique()) < len(ids):
-                raise ValueError(f"the head {self.folder}: d2t has ids twice, or beyond {V}")
-            ids = ids.to(model.device)
+            ids += offsets
+        V = model.config.vocab_size
+        if not ((ids >= 0) & (ids < V)).all() or len(ids.unique()) < len(ids):
+            raise ValueError(f"the head {self.folder}: d2t has ids twice, or beyond {V - 1}")
         embedding = model.weights.embedding
         if "embed_tokens" in self.tensors:
             embedding = tensor("embed_tokens")
@@ -248,7 +247,7 @@ class HeadFile:
             layer=layer,
             norm=tensor("norm"),
             output=stored(tensor("lm_head", storage), "output"),
-            ids=ids,
+            ids=ids.to(model.device),
             layers=tuple(self.layers),
             norm_before_residual=self.norm_before_residual,
             norm_output=self.norm_output,
@@ -269,7 +268,7 @@ class HeadWeights:
     layer: LayerWeights  # wqkv [(H + 2 KH) D, 2 C]
     norm: Tensor  # [C]
     output: Matrix  # [V, C]
-    ids: Tensor | None  # int64 [V]: the model's ids of the head's; None if they are the same
+    ids: Tensor  # int64 [V]: the model's ids of the head's
     layers: tuple[int, ...]  # of the model: the states that enter them
     norm_before_residual: bool = False  # the residual is the normed state
     norm_output: bool = False  # so is what the head goes on from
@@ -311,10 +310,8 @@ class Head(Proposer):
         self.stated: set[int] = set()  # runs whose last state is that of the last of these
         self.logits = passes.logits
         self.own_logits = torch.zeros(MAX_FEW, self.config.vocab_size, device=model.device)
-        self.mask: Tensor | None = None  # of what it knows
-        if weights.ids is not None:
-            V = model.config.vocab_size
-            self.mask = mask_without(sorted({*range(V)} - {*weights.ids.tolist()}), V)
+        V = model.config.vocab_size
+        self.mask = mask_without({*range(V)} - {*weights.ids.tolist()}, V)  # of what it knows
         self.chains: dict[tuple[int, int], Verification] = {}
         self.passes_of: dict[int, Pass] = {}
 
@@ -337,11 +334,10 @@ class Head(Proposer):
         w, ops = self.weights, self.model.ops
         h = ops.linear_add(ops.attention(q, w.layer, pass_), w.layer.wo, h)
         h = ops.linear_add(ops.rmsnorm_swiglu(h, w.layer, pass_), w.layer.w2, h)
-        if w.ids is None:
-            ops.rmsnorm_linear(h, w.norm, w.output, pass_, pass_.logits)
-        else:
-            own = self.own_logits[: len(h)]
-            pass_.logits.index_copy_(1, w.ids, ops.rmsnorm_linear(h, w.norm, w.output, pass_, own))
+        own = self.own_logits[: len(h)]
+        ops.rmsnorm_linear(h, w.norm, w.output, pass_, own)
+        # By torch, so that the next step's attention may read keys and values early: see launch.py
+        pass_.logits.index_copy_(1, w.ids, own)
         ops.sample(pass_.logits, pass_)
         return ops.rmsnorm(h, w.norm, pass_.norm_eps) if w.norm_output else h
 
@@ -466,8 +462,7 @@ class Verification:
         self.runs.copy_(on_its_way(runs, torch.int64, device), non_blocking=True)
         known = self.head.mask
         masks = [s.mask for s in sequences]
-        guessed = [known if mask is None or known is None else mask & known for mask in masks]
-        guessed = [mask if known is None else guess for mask, guess in zip(masks, guessed)]
+        guessed = [known if mask is None else mask & known for mask in masks]
         self.sampling = [(self.target, masks), (self.steps[0], guessed)]
 
     def propose(self) -> None:
