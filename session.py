@@ -29,7 +29,8 @@ from passes import Passes
 from ranks.processes import Ranks
 from sampling import Sampling
 from settings import SETTINGS
-from speculation.heads import Head, HeadFile, find_draft, is_head
+from speculation.head_file import HeadFile, find_draft, is_head
+from speculation.heads import Head
 from speculation.proposals import Draft, Lookup
 from tokenizer import Prompt, TextStream, Tokenizer
 

@@ -16,7 +16,8 @@ from torch.nn import functional
 from engine import Engine, Sequence
 from loading.checkpoint import load, read_config
 from sampling import Sampling, _choose_ref
-from speculation.heads import Head, HeadFile
+from speculation.head_file import HeadFile
+from speculation.heads import Head
 from speculation.proposals import Lookup
 from tests.helpers import (
     MOST_PROBABLE,
