@@ -108,9 +108,27 @@ MUTANTS = [
     ),
     Mutant(
         "attention.py",
-        "(start_pos + pid_m * BLOCK_M + 1) // BLOCK_N",
-        "(start_pos + pid_m * BLOCK_M + 2) // BLOCK_N",
+        "(start_pos + row + 1) // BLOCK_N",
+        "(start_pos + row + 2) // BLOCK_N",
         "attention_of_a_prompt and 62 and False",
+    ),
+    Mutant(
+        "attention.py",
+        "group = segment * tl.num_programs(0) + pid",
+        "group = pid",
+        "attention_of_several and False",
+    ),
+    Mutant(
+        "attention.py",
+        "tl.where(offs_m[:, None] < count,",
+        "tl.where(offs_m[:, None] <= count,",
+        "attention_of_padding and False",
+    ),
+    Mutant(
+        "launch.py",
+        "tl.where(last, T - begin, count)",
+        "count",
+        "attention_of_padding and False",
     ),
     Mutant(
         "launch.py",
@@ -154,6 +172,15 @@ MUTANTS = [
         "sampling.py", '(l != l) | (tl.abs(l) == float("inf"))', "(l != l)", "logits_not_finite"
     ),
     Mutant("sampling.py", "bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits", "scores_are_negative"),
+    Mutant(
+        "sampling.py",
+        "tl.where(noise > 0, _gumbel",
+        "tl.where(noise >= 0, _gumbel",
+        "several_texts",
+    ),
+    Mutant("sampling.py", "torch.where(top_p <= 1,", "torch.where(top_p <= 2,", "several_texts"),
+    Mutant("sampling.py", "if top_p <= 1:", "if top_p <= 2:", "several_texts"),
+    Mutant("sampling.py", "tl.load(rows + row)", "row", "several_texts"),
     Mutant("sampling.py", "2.0 ** (53 - V.bit_length())", "8.0", "sampling_equals"),
     Mutant("sampling.py", ".masked_fill(ranked < floor, -math.inf)", "", "lowest_logit"),
     Mutant(
