@@ -49,9 +49,7 @@ if TYPE_CHECKING:  # they import torch, which takes seconds
     from session import Session
 
 BODY_BYTES = 8 << 20
-QUEUE_BYTES = (
-    4 * BODY_BYTES
-)  # of the bodies that wait: as objects of Python they take ten times that
+QUEUE_BYTES = 4 * BODY_BYTES  # of the bodies that wait
 LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"  # origins that are always allowed
 HEALTH = ("/health", "/v1/health")
 # Seconds between two parts of a stream. Each part takes 0.3 ms of the model's time, or more where
@@ -122,7 +120,8 @@ class Link:
 
     def receive(self) -> ModelRequest:
         self.begun = False
-        return self.pipe.recv()
+        kind, body = self.pipe.recv()
+        return parse_request(body, kind)
 
     def send(self, part: Part) -> None:
         self.begun = True
@@ -215,10 +214,11 @@ def failure(error: Exception, debug: bool) -> APIError:
 class Client:
     """A request for the model, and what is still to be sent of the answer."""
 
-    def __init__(self, request: ModelRequest, size: int):
-        """size: bytes of its body."""
-        self.request = request
-        self.size = size
+    def __init__(self, kind: type[ModelRequest], body: bytes):
+        """Raises APIError. The request itself, which takes ten times the body's memory, is not kept:
+        the process that has the model parses it again."""
+        self.is_stream = parse_request(body, kind).is_stream
+        self.asks = kind, body
         self.parts: asyncio.Queue[Part | None] = asyncio.Queue()  # None: the client has gone
         self.watching: asyncio.Task | None = None  # asyncio's own references are weak
 
@@ -301,7 +301,7 @@ class Frontend:
             del self.waiting[0]
             self.gone[0] = 0
             if self.waiting:
-                self.pipe.send(self.waiting[0].request)
+                self.pipe.send(self.waiting[0].asks)
 
     def note_error(self, _: asyncio.AbstractEventLoop, context: dict) -> None:
         """Report what fails outside of a request, such as accepting one when all file descriptors
@@ -319,31 +319,30 @@ class Frontend:
 
     async def answer(self, kind: type[ModelRequest], received: Request) -> ASGIApp:
         try:
-            body = await body_of(received)
-            client = Client(parse_request(body, kind), len(body))
+            client = Client(kind, await body_of(received))
         except ClientDisconnect:
             return Response()  # nobody reads it
-        self.check_room(client.size)
+        self.check_room(client)
         self.waiting.append(client)
         if client is self.waiting[0]:
-            self.pipe.send(client.request)
+            self.pipe.send(client.asks)
         client.watching = asyncio.create_task(self.watch(client, received))
         first = await client.parts.get()
         if first is None:
             return Response()
-        if client.request.is_stream and first.status == 200:
+        if client.is_stream and first.status == 200:
             response = StreamingResponse(bodies(first, client.parts), headers=STREAM_HEADERS)
             # without starlette's own watch, whose group of tasks takes half a millisecond to begin
             return lambda scope, receive, send: response.stream_response(send)
         return Response(first.body, first.status, media_type="application/json")
 
-    def check_room(self, size: int) -> None:
-        """Raise APIError if a request of so many bytes cannot wait."""
-        waiting = sum(client.size for client in self.waiting[1:])
+    def check_room(self, client: Client) -> None:
+        """Raise APIError if a client cannot wait."""
+        size = sum(len(waiting.asks[1]) for waiting in [*self.waiting[1:], client])
         full = ""
         if len(self.waiting) > self.queue_limit:
             full = f"queue of {self.queue_limit}"
-        elif self.waiting and waiting + size > QUEUE_BYTES:
+        elif self.waiting and size > QUEUE_BYTES:
             full = f"queue of {QUEUE_BYTES} bytes"
         if full:
             raise APIError(f"the server is busy, and its {full} is full", 503, "queue_full")

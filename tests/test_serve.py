@@ -525,9 +525,9 @@ def test_serve_goes_on_after_an_error(tiny, monkeypatch, capfd):
 
     def answer(debug=False, **more) -> list[serve.Part]:
         body = json.dumps(fields | more).encode()
-        request = parse_request(body, CompletionRequest)
         sent = []
-        link.pipe = SimpleNamespace(recv=lambda: request, send=sent.append)
+        asks = CompletionRequest, body
+        link.pipe = SimpleNamespace(recv=lambda: asks, send=sent.append)
         serve.write_next(session, "tiny", link, debug)
         assert [part.last for part in sent] == [False] * (len(sent) - 1) + [True]
         return sent
@@ -609,15 +609,15 @@ def test_serve_names_of_models(tmp_path, monkeypatch):
 
 def test_serve_bounds_its_queue():
     """In bytes, too."""
-    log = []
     args = serve.parse_args(["-m", str(TALES), "--quiet"])
-    front = serve.Frontend(args, SimpleNamespace(send=log.append), mmap.mmap(-1, 1), "x", 9)
+    front = serve.Frontend(args, None, mmap.mmap(-1, 1), "x", 9)
+    of_size = lambda size: serve.Client(CompletionRequest, b'{"prompt": "a"}'.ljust(size))
     half = serve.QUEUE_BYTES // 2
-    front.waiting += [serve.Client(None, serve.QUEUE_BYTES), serve.Client(None, half)]
+    front.waiting += [of_size(serve.QUEUE_BYTES), of_size(half)]
 
     def refuses(size: int) -> bool:
         try:
-            front.check_room(size)
+            front.check_room(of_size(size))
         except APIError as error:
             assert (error.status_code, error.code) == (503, "queue_full")
             return True
