@@ -531,7 +531,12 @@ MUTANTS = [
         "",
         "goes_on_after",
     ),
-    Mutant("serve.py", "    except ConnectionError:", "    except OSError:", "goes_on_after"),
+    Mutant(
+        "serve.py",
+        "has ended\n        raise\n    except Exception as error:\n        if ranks",
+        "has ended\n        raise\n    except LookupError as error:\n        if ranks",
+        "goes_on_after",
+    ),
     Mutant(
         "serve.py",
         "if origin is None or self.is_allowed_origin(origin):",
