@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from loading.checkpoint import Checkpoint, find_checkpoint, load, read_config
+from loading.checkpoint import Checkpoint, load, open_checkpoint
 from loading.place import DTYPES
 from logprobs import Logprob, Scorer
 from model import State, Timings, generate
@@ -191,7 +191,7 @@ class Session:
         propose so many tokens from earlier in the text. draft: a smaller model, which proposes
         draft_max tokens. Raises ValueError, OSError or MemoryError with a message of one line."""
         start = time.perf_counter()
-        checkpoint = Checkpoint(find_checkpoint(model))
+        checkpoint = open_checkpoint(model)
         config = checkpoint.config
         # Opened before the weights, which may take minutes, so that its errors come at once
         self.tokenizer = Tokenizer(
@@ -206,8 +206,10 @@ class Session:
         # Ranks would disagree about when proposals pay off
         if (lookup or draft) and ranks.size > 1:
             raise ValueError(f"lookup and draft run in one process, not in {ranks.size}")
+        proposer = None
         if draft:
-            check_draft(draft, self.tokenizer, config.vocab_size)
+            proposer = open_checkpoint(draft)
+            check_draft(draft, proposer, self.tokenizer, config.vocab_size)
         self.ranks = ranks
         options = dict(
             dtype=dtype_name(dtype),
@@ -228,9 +230,9 @@ class Session:
         self.speculation: Lookup | Draft | None = None
         if lookup:
             self.speculation = Lookup(lookup)
-        if draft:
+        if proposer:
             # its state will be as large as the model's
-            self.speculation = Draft(draft_max, load(draft, ctx_size=self.state.size, **options))
+            self.speculation = Draft(draft_max, load(proposer, ctx_size=self.state.size, **options))
         self.sampling: Sampling = self.model.sampling  # the checkpoint's own
         self.timings = Timings()  # of all that was generated
         self.load_seconds = time.perf_counter() - start
@@ -439,12 +441,11 @@ def replace_settings(sampling: Sampling, settings: dict[str, float]) -> Sampling
     return replace(sampling, **settings)
 
 
-def check_draft(name: str, tokenizer: Tokenizer, vocab_size: int) -> None:
+def check_draft(name: str, draft: Checkpoint, tokenizer: Tokenizer, vocab_size: int) -> None:
     """Raise ValueError if a draft has other tokens. How many unused ones pad its vocabulary does
     not matter."""
-    folder = find_checkpoint(name)
-    config = read_config(folder)
-    other = Tokenizer(folder, config.vocab_size, config.bos_id)
+    config = draft.config
+    other = Tokenizer(draft.folder, config.vocab_size, config.bos_id)
     ids = range(max(config.vocab_size, vocab_size))
     differs = any(other.bytes_of(i) != tokenizer.bytes_of(i) for i in ids)
     if differs or other.control != tokenizer.control:

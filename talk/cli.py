@@ -430,7 +430,6 @@ def set_environment(args: argparse.Namespace) -> None:
 
 def open_session(args: argparse.Namespace, ranks: Ranks) -> Session:
     """A session for the model that flags describe."""
-    from loading.config import unsupported_settings
     from session import Session
 
     session = Session(
@@ -451,7 +450,7 @@ def open_session(args: argparse.Namespace, ranks: Ranks) -> Session:
         ranks=ranks,
         sampling=sampling_flags(args),
     )
-    ignored = unsupported_settings(session.model.checkpoint.folder)
+    ignored = session.model.checkpoint.unsupported
     if ignored and not args.quiet:
         note(f"note: generation_config.json: {', '.join(ignored)}: not supported, ignored")
     return session
