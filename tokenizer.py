@@ -23,7 +23,8 @@ from itertools import accumulate, islice, pairwise
 from pathlib import Path
 
 from loading.files import one_line, one_line_errors, read_bytes, read_json
-from loading.gguf import TURN_MARKS, read_header, tokenizer_files
+from loading.gguf import read_header
+from loading.gguf_tokenizer import TURN_MARKS, tokenizer_files
 from loading.hub import find_gguf
 from loading.templates import find_template, named_template, render
 

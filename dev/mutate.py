@@ -230,13 +230,13 @@ MUTANTS = [
     ),
     Mutant("model.py", "+= len(prompt) - reused", "+= len(prompt)", "calls_on_one_state and CPU"),
     Mutant(
-        "loading/config.py",
+        "loading/rope.py",
         "(1 - share + share / factor)",
         "(0 * share + 1 / factor)",
         "places_of_rope",
     ),
-    Mutant("loading/config.py", ' or f.ids("eos_token_id", vocab_size)', "", "config_eos"),
-    Mutant("loading/config.py", "fields | _said(last)", "_said(last) | fields", "places_of_rope"),
+    Mutant("loading/hugging_face.py", ' or f.ids("eos_token_id", vocab_size)', "", "config_eos"),
+    Mutant("loading/rope.py", "older | newer | last", "last | older | newer", "places_of_rope"),
     Mutant(
         "loading/layouts.py",
         "or not equal(one, other)",
@@ -245,12 +245,12 @@ MUTANTS = [
     ),
     Mutant(
         "loading/layouts.py",
-        "if c.tie_embeddings and not source.format:",
+        "if c.tie_embeddings and not layout.format:",
         "if c.tie_embeddings:",
         "spoiled_checkpoint and second",
     ),
     Mutant(
-        "loading/sources.py", "if named.get(t.name, t.file) == t.file", "", "files_beside and twice"
+        "loading/layouts.py", "if named.get(t.name, t.file) == t.file", "", "files_beside and twice"
     ),
     Mutant(
         "loading/place.py",
@@ -265,7 +265,7 @@ MUTANTS = [
         "memory_of_7b",
     ),
     Mutant(
-        "loading/config.py",
+        "loading/hugging_face.py",
         'f.number("rms_norm_eps", 0, 1, 1e-6',
         'f.number("rms_norm_eps", 0, 1, 1e-5',
         "config_fields_and_defaults",
@@ -284,8 +284,8 @@ MUTANTS = [
     ),
     Mutant(
         "loading/tensors.py",
-        "for i, expert in enumerate(self.of):",
-        "for i, expert in enumerate(self.of[::-1]):",
+        "at = stored.expert * sum(",
+        "at = 0 * sum(",
         "families_equal and moe and torch",
     ),
     Mutant(
@@ -302,13 +302,13 @@ MUTANTS = [
     ),
     Mutant(
         "loading/tensors.py",
-        "of_part = slice((some.start - start) // turns,",
-        "of_part = slice(0,",
+        "stored.step * own.start - some.start",
+        "stored.step * own.start",
         "piece_by_piece",
     ),
     Mutant(
         "loading/tensors.py",
-        "start = end",
+        "start += rows_in(piece)",
         "start += 1",
         "piece_by_piece",
     ),
@@ -333,8 +333,8 @@ MUTANTS = [
         "files_beside and bin",
     ),
     Mutant(
-        "loading/tensors.py",
-        "if len(self.shape) == 1:  # every",
+        "loading/meta.py",
+        "if len(shape) == 1:  # every",
         "if False:  # every",
         "files_beside and meta",
     ),

@@ -487,7 +487,6 @@ def set_environment(args: argparse.Namespace) -> None:
 
 def open_session(args: argparse.Namespace, ranks: Ranks) -> Session:
     """A session for the model that flags describe."""
-    from loading.config import unsupported_settings
     from session import Session
 
     session = Session(
@@ -509,7 +508,7 @@ def open_session(args: argparse.Namespace, ranks: Ranks) -> Session:
         ranks=ranks,
         sampling=sampling_flags(args),
     )
-    ignored = unsupported_settings(session.model.checkpoint.folder)
+    ignored = session.model.checkpoint.unsupported
     if ignored and not args.quiet:
         note(f"note: generation_config.json: {', '.join(ignored)}: not supported, ignored")
     return session

@@ -20,8 +20,7 @@ import kernels
 import run
 import serve
 from engine import Engine, Timings, generate
-from loading import config as config_module
-from loading.checkpoint import load
+from loading.checkpoint import Checkpoint, load
 from loading.place import DTYPES
 from model import Llama
 from passes import PROMPT_CHUNK
@@ -148,9 +147,9 @@ def test_sampling_of_the_checkpoint(cli, copy):
     assert run("--top-p", 0.5)[0] == 0, "what a flag overrides is not judged"
     edit(file, temperature=0.6, top_p=0.9, top_k=-1, min_p=0.2)
     expected = dict(temp=0.6, top_k=-1, top_p=0.9, min_p=0.2, repeat_penalty=1.5, repeat_last_n=-1)
-    assert config_module.read_sampling(copy) == expected
+    assert Checkpoint(copy).sampling() == expected
     edit(file, do_sample=False)
-    assert config_module.read_sampling(copy)["temp"] == 0, "as transformers generates"
+    assert Checkpoint(copy).sampling()["temp"] == 0, "as transformers generates"
 
 
 def test_penalty_of_the_checkpoint_equals_transformers(tmp_path):
