@@ -71,7 +71,7 @@ from products import (
     rows_and_tokens,
     silu_mul,
 )
-from sampling import sample, sample_ref
+from sampling import adjust, adjust_ref, sample, sample_ref
 
 # ---- embedding: x = table[tokens[pos : pos + T]]. tokens int32 [S], table [V, C] -> [T, C]
 
@@ -459,6 +459,7 @@ OPS = {
     "linear_store": (linear_store_ref, linear_store),
     "rmsnorm_swiglu": (rmsnorm_swiglu_ref, rmsnorm_swiglu),
     "rmsnorm_linear": (rmsnorm_linear_ref, rmsnorm_linear),
+    "adjust": (adjust_ref, adjust),
     "sample": (sample_ref, sample),
 }
 # The ops that multiply by a matrix, by the names of their launch sizes; linear_store has those of

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
 from dataclasses import astuple, dataclass, field, replace
 from functools import cache, partial
@@ -24,7 +24,7 @@ from launch import Scratch, compile_kernels
 from products import copy_bytes, fit_norm
 from ranks.exchange import Exchange, cut_ops, make_exchange
 from ranks.processes import Ranks
-from sampling import Sampler, Sampling
+from sampling import BANNED, Adjustment, Sampler, Sampling
 
 CACHES = 32 << 20  # bytes of weights that the caches of a CPU hold
 # How many tokens of a prompt are evaluated at once: enough to be compute-bound, with little
@@ -168,6 +168,18 @@ def enumerated(names: Collection[str]) -> str:
 
 
 # ---- the model
+
+
+class Constraint(Protocol):
+    """What says which token may come next: constraints.Constraint."""
+
+    ended: bool  # no more tokens can come
+
+    def mask(self) -> Tensor:
+        """A bit for each token, which is 1 if that may come next: int32 [ceil(V/32)]."""
+
+    def accept(self, token: int) -> None:
+        """Go on to what follows this token."""
 
 
 class Origin(Protocol):
@@ -368,6 +380,16 @@ class Llama:
             state.graphs[key] = graph
         return state.graphs[key]
 
+    def step_graph(self, state: State) -> torch.cuda.CUDAGraph:
+        """The evaluation of the token at the state's position as a CUDA graph."""
+        key = ("step",)
+        if key not in state.graphs:
+            pos = state.pos
+            state.graphs[key] = captured(
+                lambda: self.step(1, state), self.device, lambda: state.seek(pos)
+            )
+        return state.graphs[key]
+
     @property
     def suits_one_thread(self) -> bool:
         """Whether one thread is best on a CPU: for matrices in its caches, threads mostly wait for
@@ -438,9 +460,6 @@ class ContextFull(ValueError):
     """There are more tokens than the context holds."""
 
 
-BANNED = -1e36  # a logit that no temperature draws; finite, since others are an error
-
-
 class State:
     """Everything that belongs to one sequence: the tokens seen so far with their keys and values,
     how the next one is chosen, and what kernels and graphs need meanwhile. llama2.c calls it
@@ -478,7 +497,9 @@ class State:
         self.prompt_logits = torch.zeros_like(self.logits)  # of its last token
         self.sampler = Sampler(device)
         self.never: tuple[int, ...] = ()  # ids that are not sampled
-        self.bans = torch.zeros_like(self.logits)  # BANNED for these, 0 for others; added to logits
+        self.bias: Mapping[int, float] = {}  # added to the logits of these ids
+        self.constraint: Constraint | None = None  # what else says which ids are sampled
+        self.adjustment = Adjustment(c.vocab_size, device)  # all this, as the op takes it
 
         # What kernels keep between launches, and what has been captured. The key of a graph is its
         # kind, followed by what it depends on besides the state: ("prompt", length), or ("decode",
@@ -500,14 +521,21 @@ class State:
         self.check_room(len(tokens))
         self.tokens[self.pos : self.pos + len(tokens)] = tokens
 
-    def ban(self, ids: list[int]) -> None:
+    def ask(self, bias: Mapping[int, float] | None, constraint: Constraint | None) -> None:
+        """From now on add a bias to the logits of some ids, and sample as a constraint says."""
+        self.bias = bias or {}
+        self.constraint = constraint
+        self.ban(())
+
+    def ban(self, ids: Collection[int]) -> None:
         """Never sample these tokens from now on; earlier bans are lifted."""
         self.never = tuple(ids)
-        self.bans.zero_()[ids] = BANNED
+        bias = {**self.bias, **dict.fromkeys(ids, BANNED)}
+        self.adjustment.begin(bias, self.sampler.s, self.constraint is not None)
 
     def captured_with(self, model: Llama) -> tuple:
         """The end of the key of a graph that samples: what it depends on besides the state."""
-        return self.sampler.switches(model.config.vocab_size), len(self.never)
+        return self.sampler.switches(model.config.vocab_size), self.adjustment.parts
 
     def drop_graphs(self, kind: str) -> None:
         """Free all graphs of a kind."""
@@ -588,6 +616,8 @@ def generate(
     timings: Timings | None = None,
     progress: Callable[[int, int], None] | None = None,
     decode: Callable[..., Iterator[int]] | None = None,
+    bias: Mapping[int, float] | None = None,
+    constraint: Constraint | None = None,
 ) -> Iterator[int]:
     """Evaluate the prompt, then yield new tokens: at most n (no limit if n is negative), until an
     eos (which is yielded) or a full context.
@@ -596,8 +626,10 @@ def generate(
     from the first token on, is not evaluated again. sampling: by default the model's. eos: by
     default the config's. progress: see prefill. decode: a replacement for decoding token by token,
     such as Speculation.decode; when it ends, state.pos is at the last token that it yielded, which
-    is not evaluated, and need not be in state.tokens. Raises what Llama.check does, ValueError if the prompt is longer
-    than the context, RuntimeError if the logits are not finite."""
+    is not evaluated, and need not be in state.tokens. bias: added to the logits of some ids.
+    constraint: says which tokens may come next, and ends the text. Raises what Llama.check does,
+    ValueError if the prompt is longer than the context, RuntimeError if the logits are not
+    finite."""
     model.check(prompt)
     state = state or State(model)
     if eos is None:
@@ -605,6 +637,7 @@ def generate(
     # A tokenizer without an eos says -1
     eos = {i for i in eos if 0 <= i < model.config.vocab_size}
     state.sampler.set(sampling or model.sampling)
+    state.ask(bias, constraint)
     state.ban(sorted(eos) if ignore_eos else [])
     timings = timings or Timings()
     earlier = timings.step_seconds
@@ -616,7 +649,9 @@ def generate(
     room = state.size - state.pos
     n = min(n, room) if n >= 0 else room
     if decode is None:
-        decode = _decode_on_gpu if model.uses_graphs else _decode
+        decode = _decode
+        if model.uses_graphs:
+            decode = _decode_constrained if constraint else _decode_on_gpu
     with model.ranks.stopping_together(), closing(decode(model, state, n)) as tokens:
         waited = 0.0
         for i, token in enumerate(tokens):
@@ -633,7 +668,7 @@ def generate(
                 raise RuntimeError(not_finite(model))
             yield token
             asked = time.perf_counter()
-            if token in eos and not ignore_eos:
+            if token in eos and not ignore_eos or constraint and constraint.ended:
                 return
 
 
@@ -641,18 +676,27 @@ def choose_next(model: Llama, state: State, logits: Tensor) -> None:
     """Sample the token at state.pos from logits [V], or the T tokens that end there from [T, V],
     into state.host_tokens. A single one is also written to state.tokens. logits may be
     overwritten."""
-    if state.never:
-        logits.add_(state.bans)
     rows = logits.view(-1, model.config.vocab_size)
+    asked = state.adjustment
+    if any(asked.parts):
+        model.ops.adjust(rows, asked, state.sampler)
     model.ops.sample(rows, state.tokens, state.host_tokens, state.device_pos, state.sampler)
+    if asked.counted:
+        assert len(rows) == 1, "penalties depend on the token before"
+        asked.count(state.tokens.index_select(0, state.device_pos))
 
 
 def sample_next(model: Llama, state: State, logits: Tensor) -> int:
     """Sample the token at state.pos, wait for it and return it: -1 if the logits are not finite."""
+    if state.constraint:
+        state.adjustment.mask.copy_(state.constraint.mask())
     choose_next(model, state, logits)
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
-    return int(state.host_tokens[state.pos])
+    token = int(state.host_tokens[state.pos])
+    if state.constraint and token >= 0:
+        state.constraint.accept(token)
+    return token
 
 
 def _decode(model: Llama, state: State, n: int) -> Iterator[int]:
@@ -688,6 +732,22 @@ def _decode_on_gpu(model: Llama, state: State, n: int) -> Iterator[int]:
                 state.busy += begun[read % 2].elapsed_time(done[read % 2]) / 1e3
                 state.pos = first + read
                 yield int(state.host_tokens[state.pos])
+    finally:
+        state.seek(first + read)
+
+
+def _decode_constrained(model: Llama, state: State, n: int) -> Iterator[int]:
+    """The same where a constraint has to know each token before the next is sampled. It computes
+    its mask while the GPU evaluates the token, as a replay of another graph."""
+    first = state.pos
+    read = 0
+    try:
+        for read in range(n):
+            token = sample_next(model, state, state.logits)
+            if read + 1 < n and not state.constraint.ended:
+                model.step_graph(state).replay()
+                state.pos += 1
+            yield token
     finally:
         state.seek(first + read)
 

@@ -17,18 +17,21 @@ To add a setting, touch three files. Its flags, the field of requests and the re
 generation_config.json come from its row.
 
 1. settings.py: its row in Sampling, and in the docstring which value is off.
-2. sampling.py: _choose_ref, which says what it does; `numbers` and the names of its places, with
-which kernels load it; the kernels, of which _sample_best_kernel changes logits, and _draw and the
-two that call it filter them. If it costs time when it is off, also a field of Switches, and its
-value in Sampler.switches.
+2. sampling.py: _choose_ref, which says what it does, or adjust_ref, for what comes first;
+`numbers` and the names of its places, with which kernels load it; the kernels, of which
+_sample_best_kernel changes logits, and _draw and the two that call it filter them. If it costs time
+when it is off, also a field of Switches, and its value in Sampler.switches.
 3. tests/: its values in test_sampling_equals_the_reference, its default in
 test_flags_that_are_not_given.
 
-Banned tokens have the logit model.BANNED, which is finite."""
+Before that, the op `adjust` changes the logits as the text asks, by an Adjustment: a bias of single
+tokens, penalties of those generated so far, a mask of those that may come. Banned tokens have the
+logit BANNED, which is finite."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -48,7 +51,9 @@ from launch import (
 from settings import Sampling
 
 COLDEST = 1e-30  # float32 could round lower temperatures to 0
-HOTTEST = 1e30  # beyond it, a logit of model.BANNED could be drawn
+HOTTEST = 1e30  # beyond it, a logit of BANNED could be drawn
+BANNED = -1e36  # a logit that no temperature draws; finite, since others are an error
+NEVER = constexpr(BANNED)
 EVERY = 1 << 30  # more tokens than any context or vocabulary has
 
 
@@ -65,13 +70,14 @@ def window(s: Sampling) -> int:
 
 
 def numbers(s: Sampling) -> list[float]:
-    """The numbers that kernels load, in the order of TEMP to WINDOW below."""
+    """The numbers that kernels load, in the order of TEMP to FREQUENCY below."""
     log_min_p = math.log(s.min_p) if s.min_p > 0 else -math.inf
     top_k = min(s.top_k, EVERY)
-    return [temperature(s), top_k, s.top_p, log_min_p, s.repeat_penalty, window(s)]
+    penalties = [s.repeat_penalty, window(s), s.presence_penalty, s.frequency_penalty]
+    return [temperature(s), top_k, s.top_p, log_min_p, *penalties]
 
 
-TEMP, TOP_K, TOP_P, LOG_MIN_P, PENALTY, WINDOW = map(constexpr, range(6))
+TEMP, TOP_K, TOP_P, LOG_MIN_P, PENALTY, WINDOW, PRESENCE, FREQUENCY = map(constexpr, range(8))
 
 
 class Switches(NamedTuple):
@@ -108,6 +114,91 @@ class Sampler:
         sorts = (top_k or top_p) and not lists
         return Switches(s.temp == 0, s.repeat_penalty != 1, top_k, top_p, sorts)
 
+
+# ---- adjust: what a text asks for, before a token is chosen
+#      logits float32 [T, V] += bias - frequency * counts - presence * (counts > 0); BANNED if the
+#      token's bit of the mask is 0
+
+
+class Adjustment:
+    """What one text asks for, in device memory, where a captured graph reads it."""
+
+    def __init__(self, V: int, device: torch.device):
+        self.bias = torch.zeros(V, device=device)  # added to the logits
+        self.counts = torch.zeros(V, dtype=torch.int32, device=device)  # of generated tokens
+        # a bit for each token: 1 if it may come next
+        self.mask = torch.full((-(-V // 32),), -1, dtype=torch.int32, device=device)
+        self.parts = (False, False, False)  # which of these three are used
+
+    def begin(self, bias: Mapping[int, float], s: Sampling, masked: bool) -> None:
+        """Begin a text with a bias of some tokens."""
+        self.bias.zero_()
+        if bias:
+            ids = torch.tensor([*bias], device=self.bias.device)
+            values = torch.tensor([*bias.values()], dtype=torch.float32)
+            self.bias[ids] = values.to(self.bias.device)
+        self.counts.zero_()
+        counted = s.presence_penalty != 0 or s.frequency_penalty != 0
+        self.parts = (bool(bias), counted, masked)
+
+    @property
+    def counted(self) -> bool:
+        return self.parts[1]
+
+    @property
+    def used(self) -> list[Tensor | None]:
+        """The bias, the counts and the mask; None for what is not used."""
+        tensors = (self.bias, self.counts, self.mask)
+        return [tensor if used else None for tensor, used in zip(tensors, self.parts)]
+
+    def count(self, tokens: Tensor) -> None:
+        """Count generated tokens, int32 [n]."""
+        self.counts.index_add_(0, tokens, torch.ones_like(tokens))
+
+
+def adjust_ref(logits: Tensor, adjustment: Adjustment, sampler: Sampler) -> None:
+    bias, counts, mask = adjustment.used
+    if bias is not None:
+        logits += bias
+    if counts is not None:
+        logits -= sampler.s.frequency_penalty * counts
+        logits -= sampler.s.presence_penalty * (counts > 0)
+    if mask is not None:
+        bits = mask[:, None] >> torch.arange(32, device=mask.device, dtype=torch.int32) & 1
+        logits.masked_fill_(bits.flatten()[: logits.shape[1]] == 0, BANNED)
+
+
+@jit
+def _adjust_kernel(
+    logits, bias, counts, mask, numbers, V: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    gdc_launch_dependents(PDL)
+    ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = ids < V
+    logits += tl.program_id(1) * V
+    presence = tl.load(numbers + PRESENCE)
+    frequency = tl.load(numbers + FREQUENCY)
+    gdc_wait(PDL)
+    l = tl.load(logits + ids, mask=inside)
+    if bias is not None:
+        l += tl.load(bias + ids, mask=inside)
+    if counts is not None:
+        count = tl.load(counts + ids, mask=inside, other=0)
+        l -= frequency * count + tl.where(count > 0, presence, 0.0)
+    if mask is not None:
+        word = tl.load(mask + ids // 32, mask=inside, other=0)
+        l = tl.where((word >> ids % 32) & 1 != 0, l, NEVER)
+    tl.store(logits + ids, l, mask=inside)
+
+
+def adjust(logits: Tensor, adjustment: Adjustment, sampler: Sampler) -> None:
+    rows, V = logits.shape
+    grid = (triton.cdiv(V, 1024), rows)
+    args = (logits, *adjustment.used, sampler.numbers)
+    launch(_adjust_kernel, grid, logits.device, *args, V=V, BLOCK=1024)
+
+
+# ---- sample
 
 # SplitMix64's constants (Vigna, 2015), as torch's signed integers
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)

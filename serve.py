@@ -41,7 +41,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from loading.hub import local_checkpoint
 from talk import cli
 from talk.cli import open_session
-from talk.openai import ENDPOINTS, APIError, ModelRequest, error_body, event, parse_request
+from talk.endpoints import ENDPOINTS
+from talk.openai import APIError, ModelRequest, error_body, parse_request
 
 if TYPE_CHECKING:  # they import torch, which takes seconds
     from ranks.processes import Ranks
@@ -113,10 +114,12 @@ class Link:
         self.pipe = pipe
         self.gone = gone
         self.begun = False  # a part of the answer has been sent
+        self.request: ModelRequest | None = None  # the last one
 
     def receive(self) -> ModelRequest:
         self.begun = False
-        return self.pipe.recv()
+        self.request = self.pipe.recv()
+        return self.request
 
     def send(self, part: Part) -> None:
         self.begun = True
@@ -126,7 +129,7 @@ class Link:
     def send_error(self, error: APIError) -> None:
         """Send an error as the whole answer or, in a stream that has begun, as the last event."""
         body = error_body(error)
-        body = event(body) if self.begun else to_json(body)
+        body = self.request.error_event(body) if self.begun else to_json(body)
         self.send(Part(body, error.status_code))
 
 
@@ -356,7 +359,8 @@ def require_key(app: ASGIApp, key: str) -> ASGIApp:
     wanted = f"Bearer {key}".encode()
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
-        given = dict(scope["headers"]).get(b"authorization", b"")
+        headers = dict(scope["headers"])
+        given = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
         response = app
         if scope["path"] not in HEALTH and not hmac.compare_digest(given, wanted):
             error = APIError("the API key is missing or wrong", 401, "invalid_api_key")

@@ -10,14 +10,16 @@ flags or knows a terminal; errors name a setting as Python does, such as ctx_siz
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from constraints import Constraint, Grammars
+from grammars import json_grammar
 from loading.checkpoint import Checkpoint, find_checkpoint, load, read_config
 from loading.place import DTYPES
 from logprobs import Logprob, Scorer
@@ -58,10 +60,12 @@ class Generation:
         stream: TextStream,
         scorer: Scorer | None = None,
         first: Iterable[Piece] = (),
+        constraint: Constraint | None = None,
     ):
         """tokens: what follows the prompt, up to and including an id in eos, or until there are
         `limit` tokens; timings is filled in by it. scorer: what decodes them, if log-probabilities
-        are asked for. first: pieces that come before these tokens."""
+        are asked for. first: pieces that come before these tokens. constraint: ends the text, if there
+        is one."""
         self.prompt_tokens = prompt_tokens
         # How many of them were evaluated for an earlier text: 0 until the first new token
         self.cached_tokens = 0
@@ -72,8 +76,10 @@ class Generation:
         # full), or "interrupt", which holds until another reason is known
         self.ended_by = "interrupt"
         self.timings = timings
+        self._stream = stream
         self._at_end: list[Callable[[], None]] = []
         self._scorer = scorer
+        self._constraint = constraint
         self._pieces = self._run(tokens, limit, eos, stream, first)
 
     def __iter__(self) -> Iterator[Piece]:
@@ -91,6 +97,11 @@ class Generation:
     def close(self) -> None:
         """End the text here. Pieces must not be asked for at the same time by another thread."""
         self._pieces.close()
+
+    @property
+    def stop(self) -> str:
+        """The stop string before which the text ended; empty if it ended for another reason."""
+        return self._stream.stop
 
     @property
     def answered(self) -> bool:
@@ -125,7 +136,7 @@ class Generation:
             yield self._piece(stream.finish(), [])
             if stream.stopped:
                 self.ended_by = "stop"
-            elif token in eos:
+            elif token in eos or self._constraint and self._constraint.ended:
                 self.ended_by = "eos"
             elif self.timings.new_tokens == limit:
                 self.ended_by = "length"
@@ -238,6 +249,7 @@ class Session:
         self.load_seconds = time.perf_counter() - start
         self._control_names = {id: name for name, id in self.tokenizer.control.items()}
         self._generation: Generation | None = None  # the last one
+        self._grammars: Grammars | None = None  # once one is asked for
         self._past: Prompt | None = None  # the last prompt of a chat, and its answer
         self._turn_ends: tuple[set[int], list[str]] | None = None
 
@@ -254,6 +266,12 @@ class Session:
         logprobs: int | None = None,
         echo: bool = False,
         shown: Collection[str] = (),
+        logit_bias: Mapping[int, float] | None = None,
+        min_tokens: int = 0,
+        stop_token_ids: Collection[int] = (),
+        schema: dict | str | None = None,
+        grammar: str | None = None,
+        after: str = "",
         progress: Callable[[int, int], None] | None = None,
         **settings,
     ) -> Generation:
@@ -269,6 +287,10 @@ class Session:
         token, and of so many of the most probable ones at its place; tokens are then decoded one by
         one. echo: the text begins with the prompt, which is the first piece; the prompt's tokens
         then have log-probabilities, too. shown: control tokens that the text does not leave out.
+        logit_bias: what is added to the logits of these ids. min_tokens: the text does not end with
+        an eos before. stop_token_ids: more ids that end it. schema: the text is JSON, as this JSON
+        schema says. grammar: the text is what this grammar says, in Lark. after: both hold for what
+        follows this, such as "</think>".
 
         Raises TypeError for an unknown setting, ValueError for one out of range or for a wrong
         prompt, and model.ContextFull, which is a ValueError, for a prompt longer than the context.
@@ -281,15 +303,23 @@ class Session:
             prompt = self.encode(prompt)
         elif echo:
             text = self.tokenizer.decode(prompt)
-        if eos is None:
-            eos = self.eos
+        eos = {*(self.eos if eos is None else eos), *stop_token_ids}
         self.model.check(prompt)
+        self._check_ids([*(logit_bias or ()), *stop_token_ids])
+        if schema is not None:
+            grammar = json_grammar(schema)
+        constraint = None
+        if grammar is not None or min_tokens > 0:
+            constraint = self._constraint(eos, min_tokens, grammar, after)
+            strip_space = strip_space and grammar is None
         self.state.check_room(len(prompt) - self.state.pos)
         self.end()
         stream = TextStream(self.tokenizer, strip_space, listed(stop), shown)
         timings = Timings()
         decode = scorer = None
-        if self.speculation:
+        depends = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+        # What each token says of the next one is not known to several at once
+        if self.speculation and not constraint and not depends:
             decode = self.speculation.decode
         if logprobs is not None:
             if logprobs < 0:
@@ -310,10 +340,35 @@ class Session:
             timings=timings,
             progress=progress,
             decode=decode,
+            bias=logit_bias,
+            constraint=constraint,
         )
-        self._generation = Generation(len(prompt), tokens, timings, n, eos, stream, scorer, first)
+        self._generation = Generation(
+            len(prompt), tokens, timings, n, eos, stream, scorer, first, constraint
+        )
         self._generation.at_end(lambda: self._count(timings))
         return self._generation
+
+    def _check_ids(self, ids: Collection[int]) -> None:
+        V = self.model.config.vocab_size
+        if wrong := [id for id in ids if not 0 <= id < V]:
+            raise ValueError(f"there is no token {wrong[0]}; the model's are 0 .. {V - 1}")
+
+    def _constraint(
+        self, eos: Collection[int], min_tokens: int, grammar: str | None, after: str
+    ) -> Constraint:
+        """Raises ValueError."""
+        V = self.model.config.vocab_size
+        matcher = None
+        if grammar is not None:
+            if self._grammars is None:
+                ends = set()
+                with suppress(ValueError):  # the template fails
+                    ends, _ = self.turn_ends()
+                self._grammars = Grammars(self.tokenizer, V, self.eos | ends)
+            matcher = self._grammars.matcher(grammar)
+        ends = [id for id in eos if 0 <= id < V]
+        return Constraint(V, ends, min_tokens, matcher, after, self.token_text)
 
     def end(self) -> None:
         """Close the last text, if it is unfinished."""

@@ -745,9 +745,14 @@ class TextStream:
         whole = [stop for stop in stops if stop]
         self.stops = [*whole, *(self._with_signs(stop) for stop in whole)]
         self.strip_space = strip_space
-        self.stopped = False  # a stop string was found
+        self.stop = ""  # the stop string that was found
         self._utf8 = codecs.getincrementaldecoder("utf-8")(tokenizer.vocabulary.utf8_errors)
         self._pending = ""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self.stop != ""
 
     @property
     def held_back(self) -> int:
@@ -788,11 +793,10 @@ class TextStream:
             return text
         self._pending += text
         # the one that ends first, however the text is cut into tokens; of equals the longest
-        starts = [(self._pending.find(stop), len(stop)) for stop in self.stops]
-        found = [(i + length, i) for i, length in starts if i >= 0]
-        self.stopped = bool(found)
+        starts = [(self._pending.find(stop), stop) for stop in self.stops]
+        found = [(i + len(stop), i, stop) for i, stop in starts if i >= 0]
         keep = max(map(self._begun, self.stops), default=0)
-        _, end = min(found, default=(0, len(self._pending) - keep))
+        _, end, self.stop = min(found, default=(0, len(self._pending) - keep, ""))
         ready = self._pending[:end]
         self._pending = self._pending[end:]
         return self._without_signs(ready)
