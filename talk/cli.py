@@ -17,6 +17,7 @@ import sys
 import textwrap
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -475,9 +476,14 @@ def settle_model(args: argparse.Namespace) -> None:
 
 def set_environment(args: argparse.Namespace) -> None:
     """Set what libraries read from the environment when they are imported: whether Triton
-    interprets kernels, which it does on a CPU, and whether huggingface_hub shows its progress."""
+    interprets kernels, which it does on a CPU, and whether huggingface_hub shows its progress; and
+    how warnings are shown."""
     import torch
 
+    # of whatever library, in one line like ours
+    warnings.showwarning = lambda message, *_: note(f"note: {one_line(str(message))}")
+    if args.quiet:
+        warnings.simplefilter("ignore")
     on_cpu = args.device == "cpu" or args.device == "auto" and not torch.cuda.is_available()
     if args.backend == "triton" and on_cpu:
         os.environ["TRITON_INTERPRET"] = "1"

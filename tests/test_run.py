@@ -423,6 +423,17 @@ def test_bad_input_is_one_line_of_error(cli, tiny, arguments, stdin, expected):
     assert_refused(cli("-m", tiny, "--quiet", *alone, *arguments, stdin=stdin), expected)
 
 
+def test_ids_beyond_the_vocabulary(cli, copy):
+    """They are ignored with a note of one line, as in other programs."""
+    edit(copy / "generation_config.json", bos_token_id=-7, eos_token_id=[2, 9999])
+    code, _, said = cli("-m", copy, "-p", "a", "-n", 1)
+    assert code == 0
+    for name in "config.json: bos_token_id is -7;", "config.json: eos_token_id is [2, 9999];":
+        [line] = [line for line in said.splitlines() if name in line]
+        assert line.startswith("note: ") and line.endswith("does not have are ignored")
+    assert cli("-m", copy, "-p", "a", "-n", 1, "--quiet")[2] == ""
+
+
 def test_names_of_ollama(cli, tmp_path, monkeypatch):
     """Where its file lies is said."""
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
