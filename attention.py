@@ -72,8 +72,8 @@ class PassView(Protocol):
     is written, but attention gives them zeros, and no other row reads their keys and values."""
 
     tokens: Tensor  # int32 [P]: the token at each place
-    # int32 [P]: what was sampled, for the host (pinned memory on a GPU); -1 where logits are not
-    # finite
+    # int32 [P]: what was sampled, one place behind the sampled row's own, for the host (pinned memory
+    # on a GPU); -1 where logits are not finite
     drawn: Tensor
     place: Tensor  # int32 [T]: where each row's token, keys and values lie
     position: Tensor  # int32 [T]: how many tokens of its sequence come before it
