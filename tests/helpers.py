@@ -53,7 +53,7 @@ import launch
 import run
 from bits import groups, others
 from bits.int4 import INT4
-from engine import Engine, generate
+from engine import Engine, Sequence, generate
 from formats import Matrix
 from fp8 import E4M3, E5M2
 from launch import tl
@@ -408,6 +408,58 @@ def greedy(model, prompt: list[int], n: int, engine=None, **options) -> list[int
 
 def text_of(model, settings: Sampling, n: int, engine=None, **options) -> list[int]:
     return list(generate(model, [1, 5, 9], engine, n, settings, **dict(eos=[]) | options))
+
+
+class Written:
+    """A text of an engine whose tokens come as they are asked for: an iterator that ends with the
+    text. options: of Sequence."""
+
+    def __init__(self, engine: Engine, prompt: list[int], ends=lambda token: False, **options):
+        self.engine, self.ends = engine, ends
+        self.tokens, self.scores, self.asked = [], [], 0
+        self.sequence = Sequence(prompt, self.take, **options)
+        engine.add(self.sequence)
+
+    def take(self, token: int, score) -> bool:
+        self.tokens.append(token)
+        self.scores.append(score)
+        return self.ends(token)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> int:
+        self.engine.wait_for(self.sequence, lambda: len(self.tokens) > self.asked)
+        if len(self.tokens) == self.asked:
+            raise StopIteration
+        self.asked += 1
+        return self.tokens[self.asked - 1]
+
+    def close(self) -> None:
+        self.engine.leave(self.sequence)
+
+
+def together(engine: Engine, prompts: list[list[int]], n: int, **options) -> list[list[int]]:
+    """The most probable texts after these prompts, which an engine writes beside each other."""
+    options = dict(n=n, sampling=MOST_PROBABLE) | options
+    texts = [Written(engine, prompt, **options) for prompt in prompts]
+    return [list(text) for text in texts]
+
+
+class Planted(Proposer):
+    """Proposes the texts that will follow, with errors here and there."""
+
+    def __init__(self, n: int):
+        super().__init__(n)
+        self.texts: list[list[int]] = []  # with their prompts
+
+    def propose(self, sequence: Sequence, n: int) -> list[int]:
+        ids = sequence.ids
+        text = next(text for text in self.texts if text[: len(ids)] == ids)
+        coming = text[len(ids) : len(ids) + n]
+        planted = [random.choice([token] * 4 + [7]) for token in coming]
+        planted += [7] * (n - len(planted))
+        return random.choice([planted, []])
 
 
 def other_model(model):

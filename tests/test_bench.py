@@ -79,7 +79,9 @@ def test_bench_speeds_by_hand(tiny_model, monkeypatch):
     new tokens count, and no more are evaluated."""
     seen, engine, speeds = [], Engine(tiny_model), bench.prompt_speeds
     evaluate = engine._evaluate
-    measured = lambda first, start, ids: seen.append((start, len(ids))) or evaluate(first, start, ids)
+    measured = lambda first, start, ids: (
+        seen.append((start, len(ids))) or evaluate(first, start, ids)
+    )
     timed = lambda run, *_: [run().sum() * 0 + 0.5, run().sum() * 0 + 0.25]
     monkeypatch.setattr(bench, "wall_times", timed)
     monkeypatch.setattr(engine, "_evaluate", measured)
