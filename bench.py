@@ -44,6 +44,7 @@ from loading.checkpoint import load
 from loading.place import DTYPES
 from loading.random_model import random_model
 from model import Llama
+from passes import Passes
 from products import tensor_core_format
 from ranks.processes import Ranks
 from settings import Sampling
@@ -317,8 +318,8 @@ def prompt_speeds(engine: Engine, test: Test, repetitions: int) -> list[float]:
     """Tokens a second of each run."""
     model = engine.model
     ids = random_ids(model, test.depth + test.n)
-    engine.prefill(ids[: test.depth])
-    run = lambda: engine.prefill(ids[test.depth :], test.depth)
+    engine.passes.prefill(ids[: test.depth])
+    run = lambda: engine.passes.prefill(ids[test.depth :], test.depth)
     return [test.n / seconds for seconds in wall_times(run, model.device, repetitions)]
 
 
@@ -506,18 +507,18 @@ def perplexity(
     if bos < 0:
         before, ids = ids, ids[1:]
     models = [m for m in (model, against) if m is not None]
-    engines = [Engine(m, size=ctx) for m in models]
+    passes = [Passes(m, 1, ctx) for m in models]
     end = 0
     for start in range(0, len(ids), stride):
         skip = end - start  # tokens that counted in the window before
         end = min(start + ctx, len(ids))
         window = [before[start], *ids[start:end]]
-        for engine in engines:
-            engine.prefill(window[:skip])
+        for each in passes:
+            each.prefill(window[:skip])
         for first in range(skip, len(window) - 1, AT_ONCE):
             part = window[first : min(first + AT_ONCE, len(window) - 1)]
             goal = torch.tensor(window[first + 1 :][: len(part)], device=model.device)
-            logs = [engine.forward(part, first).log_softmax(-1) for engine in engines]
+            logs = [each.forward(part, first).log_softmax(-1) for each in passes]
             losses = [functional.nll_loss(log, goal, reduction="none").cpu() for log in logs]
             found = {"loss": losses[0]}
             if against is not None:

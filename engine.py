@@ -1,16 +1,13 @@
 """Several sequences at once: which of their tokens the next pass evaluates, and what becomes of what it
 samples.
 
-A pass evaluates some tokens of some sequences: a chunk of one prompt, or the last token of every text
-that is being written, each with proposals for what may follow it. One function composes passes
-(Engine.step), one runs them (Engine._run), and one reads what they have sampled (Engine._read).
-
-    Cache      keys and values of all sequences, and their tokens
-    Pass       the tokens that are evaluated next, as the ops of the model read them
     Sequence   one text: its prompt, its settings, its limit, who takes its tokens
     Slot       a sequence's place in the cache, which outlives it: what a later prompt has in common
                with it is not evaluated again
-    Engine     the loop
+    Engine     the loop: admit what waits, compose the next pass, launch it, read the one before
+
+A pass evaluates a chunk of one prompt, or the last token of every text that is being written, each with
+proposals for what may follow it.
 
 On a GPU a pass is a replay of a CUDA graph, and the host is one pass ahead: while it reads what one pass
 has sampled, the next is running. Tokens and positions stay on the device meanwhile. So a text whose end
@@ -25,159 +22,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import astuple, dataclass
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from launch import Scratch, captured
-from model import Llama, not_finite, rope_table
+from model import Llama, not_finite
+from passes import MOST_TEXTS, Moment, Pass, Passes, Segment
 from products import MAX_FEW
-from sampling import Sampler, Sampling, Switches, mask_without
+from sampling import Sampling, mask_without
 from speculation.proposals import Proposer, agreeing
 
-# How many tokens of a prompt are evaluated at once: enough to be compute-bound, with little
-# workspace
-PROMPT_CHUNK = {"cpu": 512, "cuda": 2048}
-CHUNK_BESIDE = 512  # while other texts wait for their next token
-# Numbers of tokens that are captured as CUDA graphs; a prompt is padded to the next one. Up to
-# about 190 tokens, a prompt takes as long as reading the weights; beyond, as long as its
-# arithmetic, so that a step is at most a twelfth of the length. The longest is two chunks, since a
-# small remainder would have to read and decode all the weights again
-LENGTHS = (1, 8, 16, 32, 48, 64, 96, 128, 160)
-LENGTHS += (*range(192, 384, 16), *range(384, 768, 32), *range(768, 2048, 64))
-LENGTHS += tuple(range(2048, 4097, 128))
-TEXTS = (1, 2, 4, 8, 16)  # numbers of texts that are captured; others are padded
-MOST_TEXTS = TEXTS[-1]
-AHEAD = 2  # positions behind the last of a sequence that a pass launched ahead may write
-SPARE = 16  # places that padding writes: as many as a padded segment may have rows
+CHUNK_BESIDE = 512  # tokens of a prompt at once, while other texts wait for their next one
 SCORES_AT_ONCE = 1 << 22  # logits of a prompt's tokens that are in memory together
-
-
-class ContextFull(ValueError):
-    """There are more tokens than the context holds."""
-
-
-# ---- the cache
-
-
-class Cache:
-    """Keys, values and tokens of all sequences. Each sequence has a run of places of its own, one after
-    another: the positions of one begin at its slot's `first`.
-
-    Keys and values of a layer are a tensor [KH, P, D] each, in the model's kv_dtype, so the positions of
-    a head are contiguous. Behind all runs lie the places that padding writes."""
-
-    def __init__(self, model: Llama, slots: int, size: int):
-        """size: positions of a sequence."""
-        c = model.config
-        device = model.device
-        self.size = size
-        self.run = size + AHEAD  # places of a sequence
-        self.spare = slots * self.run
-        places = -(-(self.spare + SPARE) // 16) * 16
-        shape = (c.n_layers, c.n_kv_heads, places, c.head_dim)
-        self.keys = torch.zeros(shape, dtype=model.kv_dtype, device=device)
-        self.values = torch.zeros(shape, dtype=model.kv_dtype, device=device)
-        self.rope = rope_table(c, self.run).to(device)  # [positions, D/2, 2]
-        # The token at each place; what was sampled is there once more for the host
-        self.tokens = torch.zeros(places, dtype=torch.int32, device=device)
-        pinned = device.type == "cuda"
-        self.drawn = torch.zeros(places, dtype=torch.int32, pin_memory=pinned)
-        self.scratch = Scratch(device)
-
-    def copy(self, source: int, target: int, count: int) -> None:
-        """Copy the first positions of one run to another."""
-        for whole in (self.keys, self.values):
-            whole[:, :, target : target + count] = whole[:, :, source : source + count]
-        self.tokens[target : target + count] = self.tokens[source : source + count]
-
-
-# ---- a pass
-
-
-class Segment(NamedTuple):
-    """Some tokens of one sequence, one after the other."""
-
-    first: int  # the place of the sequence's position 0
-    start: int  # the position of the first of these tokens
-    count: int
-
-
-class Pass:
-    """T tokens of N sequences that are evaluated next, N segments of up to T / N rows: attention.PassView.
-
-    Where they lie is one tensor on the device. After a pass whose samples are evaluated next, torch adds
-    one to what has moved on, so that a captured graph can be replayed without the host."""
-
-    def __init__(self, model: Llama, cache: Cache, T: int, N: int, one_row: bool, logits: Tensor):
-        """one_row: only the logits of the last token are wanted. logits: memory for them, float32
-        [at least R, V]."""
-        device = cache.tokens.device
-        self.spare = cache.spare
-        self.longest = T // N
-        self.feeds = self.longest == 1 or one_row
-        self._now_and_step = torch.zeros(2, 2 * T + 4 * N, dtype=torch.int32, device=device)
-        self.now, self._step = self._now_and_step
-        self.place, self.position, segments = self.now.split([T, T, 4 * N])
-        self.segments = segments.view(N, 4)
-        self.rows: Tensor | None = None
-        if one_row:
-            self.rows = torch.zeros(1, dtype=torch.int64, device=device)
-        self.logits = logits[: 1 if one_row else T]
-        self.sampler = Sampler(device, len(self.logits))
-        self.sequences: list[Sequence] = []  # whose settings the sampler has
-        self.switches: Switches | None = None  # of these settings
-        self.expected: list[int] = []  # the position of each, if nothing but this pass moves it
-        # what belongs to the cache and to the model
-        self.size = cache.size
-        self.tokens = cache.tokens
-        self.drawn = cache.drawn
-        self.k = cache.keys.unbind()
-        self.v = cache.values.unbind()
-        self.rope = cache.rope
-        self.scratch = cache.scratch
-        self.norm_eps = model.config.norm_eps
-        self.experts_per_token = model.config.experts_per_token
-        self.norm_topk = model.config.norm_topk
-
-    def take(self, segments: list[Segment]) -> None:
-        """Evaluate these next. The rows that they leave are padding: of a prompt, copies of nothing at a
-        spare place; of several texts, whole segments there."""
-        T, N = len(self.place), len(self.segments)
-        places: list[int] = []
-        positions: list[int] = []
-        table: list[int] = []
-        moves: list[int] = []
-        for first, start, count in segments:
-            table += [first, start, len(places), count]
-            moves += [0, int(self.feeds), 0, 0]
-            places += range(first + start, first + start + count)
-            positions += range(start, start + count)
-        real = len(places)
-        if self.rows is not None:
-            self.rows.fill_(real - 1)
-        for begin in range(real, T, self.longest) if N > 1 else ():
-            table += [self.spare, 0, begin, self.longest]
-            moves += [0] * 4
-        positions += [i % self.longest if N > 1 else 0 for i in range(T - real)]
-        places += [self.spare + position for position in positions[real:]]
-        steps = [int(self.feeds and i < real) for i in range(T)]
-        values = [places + positions + table, steps + steps + moves]
-        self._now_and_step.copy_(
-            on_its_way(values, torch.int32, self.place.device), non_blocking=True
-        )
-
-    def move(self) -> None:
-        """Go on to the tokens that were sampled."""
-        if self.feeds:
-            self.now.add_(self._step)
-
-
-def on_its_way(values: list, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Values in memory from which a GPU copies while the host goes on."""
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 # ---- sequences
@@ -329,28 +186,6 @@ class Slot:
 # ---- the loop
 
 
-class Moment:
-    """A moment in the work of a device. On a GPU it comes when everything launched so far is
-    done."""
-
-    def __init__(self, device: torch.device):
-        self.time = time.perf_counter()
-        self.event = None
-        if device.type == "cuda":
-            self.event = torch.cuda.Event(enable_timing=True)
-            self.event.record(torch.cuda.current_stream(device))
-
-    def wait(self) -> None:
-        if self.event:
-            self.event.synchronize()
-
-    def since(self, start: Moment) -> float:
-        """The seconds from `start` to this moment, once it has come."""
-        if self.event:
-            return start.event.elapsed_time(self.event) / 1e3
-        return self.time - start.time
-
-
 class Row(NamedTuple):
     """A sequence's part of a pass that samples: the position of its first row there, and what was
     proposed to follow it."""
@@ -381,8 +216,9 @@ class Engine:
         model's context."""
         assert 1 <= parallel <= MOST_TEXTS, parallel
         self.model = model
-        self.size = size or model.ctx_size
-        self.cache = Cache(model, parallel, self.size)
+        self.passes = Passes(model, parallel, size)
+        self.size = self.passes.size
+        self.cache = self.passes.cache
         V = model.config.vocab_size
         self.slots = [Slot(i * self.cache.run, V, model.device) for i in range(parallel)]
         self.proposer: Proposer | None = None
@@ -392,22 +228,12 @@ class Engine:
         self._prompts_turn = True
         self._uses = 0
         self._count = 0  # of passes
-        # What has been captured, and the passes whose memory it uses
-        self._logits = torch.zeros(MAX_FEW, V, device=model.device)
-        self._passes: dict[tuple[int, int, bool], Pass] = {}
-        self._graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
 
     # Texts
 
-    def check_room(self, count: int) -> None:
-        """Raise ContextFull if a text of so many tokens does not fit."""
-        if count > self.size:
-            holds = f"the context holds {self.size} (ctx_size)"
-            raise ContextFull(f"the text has {count} tokens; {holds}")
-
     def add(self, sequence: Sequence) -> None:
         """Begin a text as soon as there is a slot."""
-        self.check_room(len(sequence.prompt))
+        self.passes.check_room(len(sequence.prompt))
         self.waiting.append(sequence)
 
     def leave(self, sequence: Sequence) -> None:
@@ -526,13 +352,13 @@ class Engine:
                 self._score_chunk(sequence)
             else:
                 part = prompt[sequence.pos :]
-                count = self._chunk(len(part), CHUNK_BESIDE if others else None)
-                self._evaluate(slot.first, sequence.pos, part[:count])
+                count = self.passes.chunk(len(part), CHUNK_BESIDE if others else None)
+                self.passes.evaluate_prompt(part[:count], sequence.pos, slot.first)
                 sequence.pos += count
             sequence.placed = sequence.pos
             if sequence.pos == len(prompt):
                 slot.prompt = prompt
-                slot.prompt_logits.copy_(self._logits[:1])
+                slot.prompt_logits.copy_(self.passes.logits[:1])
             if sequence.progress:
                 sequence.progress(sequence.pos, len(prompt))
         rows = []
@@ -548,38 +374,9 @@ class Engine:
         moment = Moment(self.model.device)
         self._launch(Launched(begun, moment, [sequence], rows, scores))
 
-    def _chunk(self, left: int, most: int | None) -> int:
-        """How many of so many tokens are evaluated at once."""
-        chunk = most or PROMPT_CHUNK[self.model.device.type]
-        longest = chunk
-        if self.model.uses_graphs and not most:
-            longest = max(LENGTHS)
-        return left if left <= longest else chunk
-
-    def _evaluate(self, first: int, start: int, ids: list[int]) -> None:
-        """Evaluate some tokens of a prompt; the last one's logits go to self._logits[0]. On a GPU it is
-        a replay of the graph for the next length in LENGTHS, which is captured when it is first
-        needed."""
-        length = len(ids)
-        if self.model.uses_graphs:
-            length = next(n for n in LENGTHS if n >= length)
-        pass_ = self._pass(length, 1, one_row=True)
-        self._put(first + start, ids)
-        pass_.take([Segment(first, start, len(ids))])
-
-        def run() -> None:
-            # Freed at once. Graphs of all lengths find their memory within this block; otherwise
-            # each new longest one would add blocks of its own
-            if self.model.uses_graphs:
-                most = self.model.prompt_memory(min(max(LENGTHS), self.size))
-                torch.empty(most, dtype=torch.uint8, device=self.model.device)
-            self.model.forward(pass_, pass_.logits)
-
-        self._run(("prompt", length), pass_, run)
-
     def _sample_first(self, sequence: Sequence) -> tuple | None:
         """Sample the token after the prompt, from its slot's logits."""
-        pass_ = self._pass(1, 1)
+        pass_ = self.passes.of(1, 1)
         self._prepare(
             pass_, [sequence], [Segment(sequence.slot.first, len(sequence.prompt) - 1, 1)]
         )
@@ -594,8 +391,8 @@ class Engine:
         prompt, start = sequence.prompt, sequence.pos
         count = max(1, SCORES_AT_ONCE // self.model.config.vocab_size)
         part = prompt[start : start + count]
-        logits = self.forward(part, start, sequence.slot.first)
-        self._logits[0] = logits[-1]
+        logits = self.passes.forward(part, start, sequence.slot.first)
+        self.passes.logits[0] = logits[-1]
         logprobs = logits.log_softmax(-1)
         best = logprobs.topk(min(sequence.scores or 0, logprobs.shape[1]))
         found = []
@@ -619,32 +416,28 @@ class Engine:
             if not sequences:
                 return
             proposals = self._proposals(sequences)
-        N = self._segments(len(sequences))
+        N = self.passes.segments(len(sequences))
         rows = [Row(s, s.pos) for s in sequences]
         longest = 1
         if any(proposals):
             longest = 1 + max(map(len, proposals))
             rows = [Row(s, s.pos, some) for s, some in zip(sequences, proposals)]
-        pass_ = self._pass(N * longest, N)
+        pass_ = self.passes.of(N * longest, N)
         expected = pass_.sequences == sequences and pass_.expected == [row.start for row in rows]
         if not (expected and pass_.feeds):
             for s, _, some in rows:
                 padding = [0] * (longest - 1 - len(some))
-                self._put(s.slot.first + s.placed, [*s.ids[s.placed : s.pos + 1], *some, *padding])
+                self.passes.put(
+                    s.slot.first + s.placed, [*s.ids[s.placed : s.pos + 1], *some, *padding]
+                )
             segments = [Segment(s.slot.first, s.pos, longest) for s in sequences]
             self._prepare(pass_, sequences, segments)
         pass_.expected = []  # unknown, should anything interrupt this
         if all(s.plain for s in sequences):
-            self._run(
-                ("step", *pass_.place.shape, N, pass_.switches), pass_, partial(self.advance, pass_)
-            )
+            self.passes.step(pass_)
             scores = None
         else:
-            self._run(
-                ("evaluate", *pass_.place.shape, N),
-                pass_,
-                partial(self.model.forward, pass_, pass_.logits),
-            )
+            self.passes.evaluate(pass_)
             scores = self._sample(pass_, sequences)
         if pass_.feeds:
             for s in sequences:
@@ -657,94 +450,39 @@ class Engine:
         if longest > 1:
             self._read_all_but(0)
 
-    def _segments(self, texts: int) -> int:
-        """How many segments a pass of so many texts has."""
-        if self.model.uses_graphs:
-            return next(n for n in TEXTS if n >= texts)
-        return texts
-
-    def _draw(self, pass_: Pass) -> None:
-        self.model.ops.sample(pass_.logits, pass_)
-        pass_.move()
-
     def _proposals(self, sequences: list[Sequence]) -> list[list[int]]:
         """What may follow each text: as much as one pass of a few tokens takes, and the context has
         room for."""
-        count = min(self.proposer.n, MAX_FEW // self._segments(len(sequences)) - 1)
+        count = min(self.proposer.n, MAX_FEW // self.passes.segments(len(sequences)) - 1)
         if count < 1 or any(s.pos + 1 + count >= self.size for s in sequences):
             return [[] for _ in sequences]
         return [self.proposer.propose(s, count) for s in sequences]
-
-    # Passes
-
-    def _pass(self, T: int, N: int, one_row: bool = False) -> Pass:
-        key = (T, N, one_row)
-        if key not in self._passes:
-            self._passes[key] = Pass(self.model, self.cache, T, N, one_row, self._logits)
-        return self._passes[key]
-
-    def _put(self, place: int, ids: list[int]) -> None:
-        """Put tokens into the cache. An id of -1, which stands for logits that are not finite, becomes
-        0."""
-        if ids:
-            tokens = self.cache.tokens
-            known = on_its_way([max(id, 0) for id in ids], torch.int32, tokens.device)
-            tokens[place : place + len(ids)].copy_(known, non_blocking=True)
 
     def _prepare(self, pass_: Pass, sequences: list[Sequence], segments: list[Segment]) -> None:
         """Make these segments a pass's, and the settings of their sequences its sampler's."""
         pass_.take(segments)
         if pass_.sequences != sequences:
-            self._settle(pass_, [s.sampling for s in sequences], [s.mask for s in sequences])
+            masks = [s.mask for s in sequences]
+            self.passes.settle(pass_, [s.sampling for s in sequences], masks)
             pass_.sequences = [*sequences]
-
-    def _settle(self, pass_: Pass, settings: list[Sampling], masks: list[Tensor | None]) -> None:
-        """Give the rows of each segment its settings and the mask of what it may sample."""
-        V = self.model.config.vocab_size
-        settings = [each for each in settings for _ in range(pass_.longest)]
-        all_masks = None
-        if any(mask is not None for mask in masks):
-            every = mask_without((), V)
-            masks = [every if mask is None else mask for mask in masks]
-            all_masks = torch.stack([mask for mask in masks for _ in range(pass_.longest)])
-        pass_.sampler.set(settings, all_masks)
-        pass_.switches = pass_.sampler.switches(V)
 
     def _sample(self, pass_: Pass, sequences: list[Sequence]) -> tuple | None:
         """Sample from a pass's logits where more than tokens is asked for. Returns the scores."""
         if any(s.constraint for s in sequences):
             self._read_all_but(0)  # what was sampled last decides what may come next
             masks = [s.constraint.mask() if s.constraint else s.mask for s in sequences]
-            self._settle(pass_, [s.sampling for s in sequences], masks)
+            self.passes.settle(pass_, [s.sampling for s in sequences], masks)
         logprobs = None
         k = max((s.scores for s in sequences if s.scores is not None), default=None)
         if k is not None:
             logprobs = pass_.logits.log_softmax(-1)
-        self._run(("sample", *pass_.place.shape, pass_.switches), pass_, partial(self._draw, pass_))
+        self.passes.sample(pass_)
         if logprobs is None:
             return None
         best = logprobs.topk(min(k, logprobs.shape[1]))
         drawn = self.cache.tokens[pass_.place.long()]
         own = logprobs.gather(1, drawn[:, None].long())[:, 0]
         return tuple(t.to("cpu", non_blocking=True) for t in (best.indices, best.values, own))
-
-    def _run(self, key: tuple, pass_: Pass, run: Callable[[], object]) -> None:
-        """Run a pass, on a GPU as a CUDA graph, which is captured the first time. All graphs share
-        memory, since nothing outlives a replay."""
-        if not self.model.uses_graphs:
-            run()
-            return
-        if key not in self._graphs:
-            now = pass_.now.clone()
-            logits = pass_.logits.clone()
-
-            def reset() -> None:
-                pass_.now.copy_(now)
-                pass_.logits.copy_(logits)
-
-            pool = next((graph.pool() for graph in self._graphs.values()), None)
-            self._graphs[key] = captured(run, self.model.device, reset, pool)
-        self._graphs[key].replay()
 
     # What was sampled
 
@@ -792,68 +530,6 @@ class Engine:
         count = len(s.ids) - len(s.prompt)
         if ends or (token in s.eos and not s.ignores_eos) or count >= s.limit:
             self._finish(s)
-
-    # Sequences by hand: for drafts, measurements and perplexity
-
-    def pass_at(self, start: int, count: int, texts: int = 1) -> Pass:
-        """A pass of `count` tokens of each of the first sequences, from a position on, with the logits
-        of all of them."""
-        logits = torch.zeros(texts * count, self.model.config.vocab_size, device=self.model.device)
-        pass_ = Pass(self.model, self.cache, texts * count, texts, False, logits)
-        pass_.take([Segment(slot.first, start, count) for slot in self.slots[:texts]])
-        return pass_
-
-    def advance(self, pass_: Pass) -> None:
-        """Evaluate a pass, sample what follows, and move on to that."""
-        self.model.forward(pass_, pass_.logits)
-        self._draw(pass_)
-
-    @torch.inference_mode()
-    def sample_on(
-        self,
-        ids: list[int],
-        known: int,
-        first: int,
-        n: int,
-        sampling: Sampling,
-        mask: Tensor | None,
-    ) -> list[int]:
-        """The n tokens that follow ids, of which the first `known` have been evaluated, in the run that
-        begins at the place `first`."""
-        self.prefill(ids[known:], known, first)
-        pass_ = self._pass(1, 1)
-        pass_.take([Segment(first, len(ids) - 1, 1)])
-        self._settle(pass_, [sampling], [mask])
-        pass_.sequences = []  # its settings are those of no sequence here
-        self._run(("sample", 1, pass_.switches), pass_, partial(self._draw, pass_))
-        for _ in range(n - 1):
-            self._run(("step", 1, 1, pass_.switches), pass_, partial(self.advance, pass_))
-        Moment(self.model.device).wait()
-        place = first + len(ids)
-        return self.cache.drawn[place : place + n].tolist()
-
-    @torch.inference_mode()
-    def prefill(self, ids: list[int], start: int = 0, first: int = 0) -> Tensor:
-        """Evaluate tokens of a sequence from the position `start` on; `first` is the place of its
-        position 0. Returns the logits of the last one, float32 [V]."""
-        self.check_room(start + len(ids))
-        done = 0
-        while done < len(ids):
-            count = self._chunk(len(ids) - done, None)
-            self._evaluate(first, start + done, ids[done : done + count])
-            done += count
-        return self._logits[0]
-
-    @torch.inference_mode()
-    def forward(self, ids: list[int], start: int = 0, first: int = 0) -> Tensor:
-        """The same for T tokens at once. Returns the logits of all of them, float32 [T, V]."""
-        self.check_room(start + len(ids))
-        V = self.model.config.vocab_size
-        logits = torch.empty(len(ids), V, device=self.model.device)
-        pass_ = Pass(self.model, self.cache, len(ids), 1, False, logits)
-        self._put(first + start, ids)
-        pass_.take([Segment(first, start, len(ids))])
-        return self.model.forward(pass_, logits)
 
 
 def generate(

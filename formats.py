@@ -223,7 +223,7 @@ def some_rows(
     CPU as many as fit into its caches. Raises ValueError for NaN or a magnitude beyond `most`: this
     check is the only place where encoding waits for the GPU, which encodes one matrix while the
     next is read."""
-    extremes = torch.stack(weights.aminmax()).abs()
+    extremes = torch.stack(weights.aminmax()).float().abs()  # in fp16, `most` would be infinite
     if not (extremes <= most).all():
         worst = "NaN or inf" if not extremes.isfinite().all() else f"a weight beyond {most:g}"
         raise ValueError(f"{worst} cannot be stored in this format")

@@ -24,7 +24,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -83,7 +83,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--cors", action="append", default=[], metavar="ORIGIN",
         help="allow web pages of this origin, such as https://example.org, besides those on"
         " localhost; * is all; may be repeated")
-    add("-np", "--parallel", type=cli.within(int, 1, 16), default=4, metavar="N",
+    add("-np", "--parallel", type=cli.within(int, 1, 64), default=4, metavar="N",
         help="how many texts are written beside each other, each with a context of its own [4]")
     add("--queue", type=cli.within(int, 0, 10_000), default=64, metavar="N",
         help="how many requests may wait; others are refused")
@@ -161,13 +161,21 @@ class Job:
 class Desk:
     """Answers requests beside each other, on all ranks together."""
 
-    def __init__(self, session: Session, model: str, pipe: Connection | None, debug: bool = False):
+    def __init__(
+        self,
+        session: Session,
+        model: str,
+        pipe: Connection | None,
+        debug: bool = False,
+        quiet: bool = True,
+    ):
         """model: its name. pipe: to the process that talks with clients; None on all ranks but the
-        first, which alone has clients."""
+        first, which alone has clients. quiet: the log does not say how fast answers were."""
         self.session = session
         self.model = model
         self.pipe = pipe
         self.debug = debug
+        self.quiet = quiet
         self.jobs: dict[int, Job] = {}
 
     def work(self) -> None:
@@ -210,6 +218,9 @@ class Desk:
             last = job.due()
         except StopIteration:
             last = Part(job.number, job.unsent)
+            summary = job.request.summary()
+            if summary and not self.quiet:
+                cli.note(summary)
         except APIError as error:
             last = job.failed(error)
         except Exception as error:
@@ -308,7 +319,6 @@ class Frontend:
             exception_handlers={HTTPException: error_response, Exception: self.failed},
         )
         self.app.router.redirect_slashes = False
-        self.note_once = lru_cache(99)(cli.note)
 
     async def run(self, listener: socket.socket, access_log: bool) -> None:
         loop = asyncio.get_running_loop()
@@ -350,7 +360,8 @@ class Frontend:
         """Report what fails outside of a request, such as accepting one when all file descriptors
         are in use: asyncio tries that again without end."""
         error = context.get("exception")
-        self.note_once(f"error: {cli.error_line(error) if error else context['message']}")
+        reason = f": {cli.error_line(error)}" if error else ""
+        cli.note_once(context["message"] + reason)
 
     async def about_model(self, received: Request) -> Response:
         name = received.path_params["name"]
@@ -365,13 +376,7 @@ class Frontend:
             request = parse_request(body, kind)
         except ClientDisconnect:
             return Response()  # nobody reads it
-        if len(self.clients) >= self.most:
-            message = f"the server is busy, and its queue of {self.queue_limit} is full"
-            raise APIError(message, 503, "queue_full")
-        size = sum(client.size for client in self.clients.values())
-        if self.clients and size + len(body) > QUEUE_BYTES:
-            message = f"the server is busy, and what it answers has {size} of {QUEUE_BYTES} bytes"
-            raise APIError(message, 503, "queue_full")
+        self.check_room(len(body))
         client = Client(next(self.numbers), request, len(body))
         self.clients[client.number] = client
         self.send(client.number, request)
@@ -384,6 +389,17 @@ class Frontend:
             # without starlette's own watch, whose group of tasks takes half a millisecond to begin
             return lambda scope, receive, send: response.stream_response(send)
         return Response(first.body, first.status, media_type="application/json")
+
+    def check_room(self, size: int) -> None:
+        """Raise APIError if a request of so many bytes cannot wait."""
+        held = sum(client.size for client in self.clients.values())
+        full = ""
+        if len(self.clients) >= self.most:
+            full = f"queue of {self.queue_limit}"
+        elif self.clients and held + size > QUEUE_BYTES:
+            full = f"queue of {QUEUE_BYTES} bytes"
+        if full:
+            raise APIError(f"the server is busy, and its {full} is full", 503, "queue_full")
 
     async def watch(self, client: Client, received: Request) -> None:
         """Wait until a client has its answer or has gone."""
@@ -549,7 +565,7 @@ def work(pipe: Connection | None, args: argparse.Namespace, ranks: Ranks) -> int
     try:
         if pipe:
             pipe.send((model, session.ctx_size))
-        desk = Desk(session, model, pipe, args.debug)
+        desk = Desk(session, model, pipe, args.debug, args.quiet)
         while True:
             desk.work()
     except (EOFError, ConnectionError):

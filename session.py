@@ -25,6 +25,7 @@ from engine import MOST_TEXTS, Engine, Score, Sequence, Timings
 from loading.checkpoint import Checkpoint, find_checkpoint, load, read_config
 from loading.place import DTYPES
 from logprobs import Logprob, PromptScores
+from passes import Passes
 from ranks.processes import Ranks
 from sampling import Sampling
 from settings import SETTINGS
@@ -301,8 +302,8 @@ class Session:
             self.engine.proposer = Lookup(lookup)
         if draft:
             model = load(draft, ctx_size=self.ctx_size, **options)
-            engine = Engine(model, parallel, self.ctx_size)
-            self.engine.proposer = Draft(draft_max, engine, config.vocab_size)
+            passes = Passes(model, parallel, self.ctx_size)
+            self.engine.proposer = Draft(draft_max, passes, config.vocab_size)
         self.sampling: Sampling = self.model.sampling  # the checkpoint's own
         self.timings = Timings()  # of all that was generated
         self.load_seconds = time.perf_counter() - start
@@ -347,14 +348,16 @@ class Session:
         if strip_space is None:
             strip_space = prompt == "" and self.tokenizer.vocabulary.adds_space
         text = prompt
+        doubles_bos = False
         if isinstance(prompt, str):
             prompt = self.encode(prompt)
+            doubles_bos = prompt[:2] == [self.tokenizer.bos] * 2
         elif echo:
             text = self.tokenizer.decode(prompt)
         if eos is None:
             eos = self.eos
         self.model.check(prompt)
-        self.engine.check_room(len(prompt))
+        self.engine.passes.check_room(len(prompt))
         if logprobs is not None and logprobs < 0:
             raise ValueError(f"logprobs is {logprobs}; it must be 0 or more")
         written = Text(TextStream(self.tokenizer, strip_space, listed(stop), shown), eos)
@@ -375,7 +378,7 @@ class Session:
             prompt_scores=scored and scored.add,
         )
         generation = Generation(self.engine, sequence, written)
-        generation.doubles_bos = prompt[:2] == [self.tokenizer.bos] * 2
+        generation.doubles_bos = doubles_bos
         generation.at_end(self._count)
         return generation
 

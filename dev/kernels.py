@@ -21,9 +21,9 @@ sys.path.insert(0, str(ROOT))
 import bench
 from cards.cpu import cpu_product_dtype
 from dev.passes import device_time
-from engine import Engine, Pass
 from formats import Matrix
 from model import Llama
+from passes import Pass, Passes
 from talk import bench_flags
 from talk.cli import Parser, note, use_safe_streams
 
@@ -289,8 +289,7 @@ def plain_ops(
 def kernel_rows(model: Llama, T: int, start_pos: int) -> Iterator[dict]:
     """The ops at T tokens after start_pos others, on the data of each layer in turn, which are
     several times the size of the L2: memory is measured, not the cache."""
-    engine = Engine(model)
-    pass_ = engine.pass_at(start_pos, T)
+    pass_ = Passes(model).at(start_pos, T)
     inputs = random_inputs(model, T)
     ours = ops_of(model, pass_, inputs)
     plain = plain_ops(model, pass_, inputs, start_pos)

@@ -285,16 +285,20 @@ MUTANTS = [
         "start += 1",
         "piece_by_piece",
     ),
-    Mutant("loading/torchfile.py", "argument in tuples", "False", "spoiled_checkpoint and tuples"),
     Mutant(
         "loading/torchfile.py", "> 2 * stat.st_size", "> 2**60", "spoiled_checkpoint and storage"
     ),
     Mutant(
         "loading/torchfile.py",
-        "if found[-1].end > stat.st_size:",
+        "if found.end > stat.st_size:",
         "if False:",
         "spoiled_checkpoint and elements",
     ),
+    Mutant(
+        "loading/torchfile.py", "filename.lower()", "filename", "spoiled_checkpoint and capitals"
+    ),
+    Mutant("loading/torchfile.py", "value.is_neg()", "False", "spoiled_checkpoint and negated"),
+    Mutant("formats.py", "weights.aminmax()).float()", "weights.aminmax())", "infinite_weight"),
     Mutant(
         "loading/tensors.py",
         "(-1, 2, self.head_dim // 2,",

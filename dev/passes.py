@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import bench
-from engine import Engine
 from launch import captured
 from model import Llama
+from passes import Passes
 from talk import bench_flags
 from talk.cli import Parser, note, use_safe_streams, within
 
@@ -41,11 +41,11 @@ def device_time(run: Callable[[], object], model: Llama, repetitions: int = 10) 
     return statistics.median(times[2:])
 
 
-def pass_seconds(engine: Engine, T: int, depth: int) -> float:
+def pass_seconds(passes: Passes, T: int, depth: int) -> float:
     """How long it takes to evaluate T random tokens of a text at a depth."""
-    model = engine.model
-    engine.cache.tokens.random_(model.config.vocab_size)
-    pass_ = engine.pass_at(depth, T)
+    model = passes.model
+    passes.cache.tokens.random_(model.config.vocab_size)
+    pass_ = passes.at(depth, T)
     return device_time(lambda: model.forward(pass_, pass_.logits), model, 20)
 
 
@@ -54,8 +54,8 @@ def show_passes(args: argparse.Namespace) -> None:
     depth = args.depth[0]
     lengths = [1, *(T for T in args.tokens if T > 1)]
     model = bench.open_model(args, args.dtype[0], depth + max(lengths), args.format[0])
-    engine = Engine(model)
-    seconds = [pass_seconds(engine, T, depth) for T in lengths]
+    passes = Passes(model)
+    seconds = [pass_seconds(passes, T, depth) for T in lengths]
     about = dict(model=args.model, format=bench.format_of(model), depth=depth)
     rows = []
     for T, s in zip(lengths, seconds):

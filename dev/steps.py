@@ -20,9 +20,9 @@ sys.path.insert(0, str(ROOT))
 
 import bench
 from dev.kernels import LAYER_PRODUCTS, arithmetic_dtype, cost, open_model
-from engine import Engine
 from launch import captured
 from model import Llama
+from passes import Passes
 from talk import bench_flags
 from talk.cli import Parser, note, use_safe_streams
 
@@ -137,13 +137,13 @@ def show_profiles(args: argparse.Namespace) -> None:
     start_pos, T = max(args.depth[0], 100), args.n_prompt[0]
     model = open_model(args, start_pos + T + 8)
     ids = bench.random_ids(model, start_pos + T)
-    engine = Engine(model)
-    engine.prefill(ids[:start_pos])
-    pass_ = engine.pass_at(start_pos, 1)
-    step = lambda: engine.advance(pass_)
+    passes = Passes(model)
+    passes.prefill(ids[:start_pos])
+    pass_ = passes.at(start_pos, 1)
+    step = lambda: passes.advance(pass_)
     if model.uses_graphs:
         step = captured(step, model.device).replay
-    prefill = lambda: engine.prefill(ids[:T])
+    prefill = lambda: passes.prefill(ids[:T])
     on = f"{model.backend} ops on {bench.device_name(model.device, args.ranks)}"
     show_profile(f"decode step, T 1, {start_pos} before, {on}", step, model, 1, start_pos)
     show_profile(f"prefill, T {T}, 0 before, {on}", prefill, model, T, 0)

@@ -25,12 +25,12 @@ from dev import compare, fuzz, mutate, steps
 from dev import kernels as op_table
 from dev import passes as dev_passes
 from dev import tune as tuner
-from engine import Engine
 from figures import plot
 from fp8 import E4M3
 from loading.names import formats_of, layer_tensors, tensor_in
 from loading.random_model import random_weights
 from model import Llama
+from passes import Passes
 from tests.helpers import (
     DEVICE,
     HERE,
@@ -112,7 +112,7 @@ def test_kernels_equal_plain_pytorch(experts):
     """What is timed beside each other computes the same; but for SwiGLU, whose rows it mixes up."""
     model = tiny_llama(torch.float32, **experts)
     for T, start_pos in ((1, 9), (5, 0), (5, 9)):
-        pass_ = Engine(model).pass_at(start_pos, T)
+        pass_ = Passes(model).at(start_pos, T)
         inputs = op_table.random_inputs(model, T)
         ours = op_table.ops_of(model, pass_, inputs)
         plain = op_table.plain_ops(model, pass_, inputs, start_pos)
@@ -219,9 +219,9 @@ def test_tuner_writes_the_sizes_that_products_take(experts, format, monkeypatch,
         slow[op] = found is None or list(found) != candidates[kind][1]
         return found
 
-    def seconds(engine, T, depth):
+    def seconds(passes, T, depth):
         slow.clear()
-        pass_ = engine.pass_at(depth, T)
+        pass_ = passes.at(depth, T)
         model.forward(pass_, pass_.logits)
         return 1.0 + sum(slow.values())
 
@@ -245,7 +245,7 @@ def test_tuner_writes_the_sizes_that_products_take(experts, format, monkeypatch,
     ours |= {"rmsnorm_qkv_rope", "linear_add", "rmsnorm_linear"}
     kept_in_8_bits = {"rmsnorm_linear"} if format else set()
     for T in (1, 8, 16):
-        seconds(Engine(model), T, tuner.DEPTH)
+        seconds(Passes(model), T, tuner.DEPTH)
         assert slow.keys() == ours and {op for op in ours if slow[op]} == kept_in_8_bits, slow
     written = json.loads((tmp_path / "launch.json").read_text())
     assert written == json.loads(json.dumps(tables))

@@ -21,10 +21,10 @@ sys.path.insert(0, str(ROOT))
 import bench
 from cards.sizes import nearest, save_tables, tables
 from dev.passes import pass_seconds
-from engine import Engine
 from formats import Matrix
 from launch import capability, triton
 from model import Llama
+from passes import Passes
 from talk import bench_flags
 from talk.cli import Parser, use_safe_streams
 
@@ -92,10 +92,10 @@ def tune(args: argparse.Namespace) -> None:
     model = bench.open_model(args, args.dtype[0], 256, args.format[0])
     if not model.uses_graphs:
         raise ValueError("tuning times the Triton kernels on a GPU")
-    engine = Engine(model)
+    passes = Passes(model)
 
     def seconds_of(T: int) -> float:
-        return pass_seconds(engine, T, DEPTH)
+        return pass_seconds(passes, T, DEPTH)
 
     for _ in range(20):
         seconds_of(1)  # a GPU that was idle is slower at first

@@ -6,11 +6,12 @@ import json
 import pytest
 import torch
 
-from engine import PROMPT_CHUNK, generate
+from engine import generate
 from loading import checkpoint
 from loading import config as config_module
 from loading.checkpoint import load, read_config
 from loading.save import save
+from passes import PROMPT_CHUNK
 from tests.helpers import (
     DEVICE,
     FAMILIES,

@@ -27,6 +27,9 @@ from tests.helpers import (
     fails,
     hugging_face_model,
     logits_of,
+    set_one,
+    spoil_config,
+    spoil_tensors,
 )
 
 # ---- helpers
@@ -105,6 +108,16 @@ def test_what_is_saved_is_encoded_from_the_original(tiny, cli, tmp_path, dtype):
     assert torch.equal(tensors["layers.1.w2.scale"], scale.flatten())
     types = {tensors[f"{name}.weight"].dtype for name in ("norm", "tok_embeddings")}
     assert types == {place.DTYPES.get(dtype, torch.float32)}
+
+
+@pytest.mark.parametrize("form", ["e4m3", "e5m2"])
+def test_an_infinite_weight_is_not_saved(copy, cli, form):
+    """In fp16, where the largest number of fp32 would be infinite, too."""
+    spoil_tensors(lambda t: t.update({name: value.half() for name, value in t.items()}))(copy)
+    set_one(DOWN, torch.inf)(copy)
+    spoil_config(dtype="float16")(copy)
+    said = cli("-m", copy, "--save", copy / "saved", "--fp8", form)
+    assert_refused(said, f"{DOWN} in model.safetensors holds NaN or inf")
 
 
 def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_signals):

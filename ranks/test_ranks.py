@@ -21,7 +21,6 @@ import fp8
 import kernels
 import products
 from bits.int4 import INT4
-from engine import Engine
 from formats import Matrix
 from kernels import FORMATS
 from loading.checkpoint import load
@@ -29,6 +28,7 @@ from loading.names import formats_of
 from loading.place import check_groups
 from loading.save import save
 from model import Llama
+from passes import Passes
 from ranks import exchange as exchange_module
 from ranks.processes import Ranks, share
 from tests.helpers import (
@@ -292,10 +292,10 @@ def check_gpus(folder: Path) -> None:
 
 def check_prompts_in_graphs(model: Llama) -> None:
     """Captured and replayed, in turn with steps that are not."""
-    engine, plain, start = Engine(model, size=300), Engine(model, size=300), 0
+    passes, plain, start = Passes(model, size=300), Passes(model, size=300), 0
     for T in (40, 9, 33, 1, 16, 40, 90, 66, 1):  # the last but one at the end of the context
         ids = (torch.arange(T) * 7 % 290 + 5).tolist()
-        logits = engine.prefill(ids, start).cpu()
+        logits = passes.prefill(ids, start).cpu()
         assert nmse(logits, plain.forward(ids, start)[-1].cpu()) < 1e-3, T
         theirs = model.ranks.broadcast(lambda logits=logits: logits)
         assert torch.equal(logits, theirs), "ranks differ"

@@ -18,7 +18,8 @@ from weakref import WeakKeyDictionary
 from sampling import mask_without
 
 if TYPE_CHECKING:
-    from engine import Engine, Launched, Sequence
+    from engine import Launched, Sequence
+    from passes import Passes
 
 MAX_PROPOSALS = 15  # per pass
 # The last tokens that are looked up: the longest run of them that occurred before, of these lengths
@@ -154,24 +155,23 @@ class Draft(Proposer):
     (Leviathan et al., 2023). Each text has the slot in the draft's cache that it has in the
     model's."""
 
-    def __init__(self, n: int, engine: Engine, vocab_size: int):
-        """engine: the draft's, with slots like the model's. vocab_size: the model's. Of the two
+    def __init__(self, n: int, passes: Passes, vocab_size: int):
+        """passes: the draft's, with slots like the model's. vocab_size: the model's. Of the two
         vocabularies one may be padded further: what the other lacks is never proposed."""
         super().__init__(n)
-        self.engine = engine
-        own = engine.model.config.vocab_size
+        self.passes = passes
+        own = passes.model.config.vocab_size
         self.mask = mask_without(range(vocab_size, own), own)
         self.known: dict[int, list[int]] = {}  # the tokens that each slot has evaluated
 
     def propose(self, sequence: Sequence, n: int) -> list[int]:
         """The draft evaluates what it has not seen of the text, and then what it samples itself; its
         last proposal is not evaluated."""
-        engine = self.engine
-        V = engine.model.config.vocab_size
+        V = self.passes.model.config.vocab_size
         ids = [id if id < V else 0 for id in sequence.ids]  # 0 for what only the model has
         first = sequence.slot.first
         known = min(agreeing(self.known.get(first, []), ids), len(ids) - 1)
         self.known[first] = ids[:known]  # should anything interrupt this
-        guesses = engine.sample_on(ids, known, first, n, sequence.sampling, self.mask)
+        guesses = self.passes.sample_on(ids, known, first, n, sequence.sampling, self.mask)
         self.known[first] = ids + guesses[:-1]
         return guesses

@@ -70,7 +70,7 @@ def add_counts(add: Callable, *names: str, default: int, help: str) -> None:
     add(*names, type=count, action="extend", default=[default], metavar="N", help=help)
 
 
-MOST_TEXTS = 16
+MOST_TEXTS = 64
 
 
 def add_test_flags(parser: Parser, modes: str = "") -> None:

@@ -16,7 +16,16 @@ from tqdm import tqdm
 
 from session import Conversation, Generation, Session, replace_settings
 from settings import SETTINGS
-from talk.cli import HARMLESS, ending_cleanly, error_line, note, read_input, screen_width, show
+from talk.cli import (
+    HARMLESS,
+    ending_cleanly,
+    error_line,
+    note,
+    read_input,
+    screen_width,
+    show,
+    speed,
+)
 
 try:
     import readline
@@ -156,18 +165,6 @@ def record(generation: Generation) -> dict:
         "generation_seconds": timings.step_seconds,
         "tokens_per_s": tokens_per_s,
     }
-
-
-def speed(generation: Generation) -> str:
-    """How fast a text was, in a line."""
-    timings = generation.timings
-    text = f"{timings.new_tokens} tokens"
-    if timings.steps:
-        text += f", {timings.steps / timings.step_seconds:.1f} tokens/s"
-    if timings.new_tokens:
-        prompt = f"{timings.prompt_tokens} of {generation.prompt_tokens} tokens evaluated"
-        text += f"; prompt: {prompt} in {timings.prompt_seconds:.2f} s"
-    return text
 
 
 # ---- what a user types

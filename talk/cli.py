@@ -27,7 +27,7 @@ from settings import FILTERS, SETTINGS, Sampling
 
 if TYPE_CHECKING:  # they import torch
     from ranks.processes import Ranks
-    from session import Session
+    from session import Generation, Session
 
 
 # ---- standard streams
@@ -108,6 +108,18 @@ def read_input(file: str | None) -> str:
     with source as f:
         text = text_of(f, name)
     return text.removesuffix("\n").removesuffix("\r")
+
+
+def speed(generation: Generation) -> str:
+    """How fast a text was, in a line."""
+    timings = generation.timings
+    text = f"{timings.new_tokens} tokens"
+    if timings.steps:
+        text += f", {timings.steps / timings.step_seconds:.1f} tokens/s"
+    if timings.new_tokens:
+        prompt = f"{timings.prompt_tokens} of {generation.prompt_tokens} tokens evaluated"
+        text += f"; prompt: {prompt} in {timings.prompt_seconds:.2f} s"
+    return text
 
 
 # ---- how a program ends

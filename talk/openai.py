@@ -17,6 +17,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     PrivateAttr,
     ValidationError,
     WrapValidator,
@@ -28,7 +29,7 @@ from starlette.exceptions import HTTPException
 
 from loading.files import one_line
 from settings import FILTERS, RANDOM, SETTINGS, Setting
-from talk.cli import note_once
+from talk.cli import note_once, speed
 from talk.tools import THINK, Answer, Part, Router, control_marks, style_of
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
@@ -81,6 +82,7 @@ def event(value: dict) -> bytes:
 # Fields of OpenAI, llama.cpp and vLLM that change the text and are not supported, with their values
 # that change nothing: only these are accepted. All other unknown fields are ignored, such as user
 # and store, or dry_base, which has no effect without a dry_multiplier
+SAMPLERS = ["penalties", "top_k", "top_p", "min_p", "temperature"]
 UNSUPPORTED = dict(
     # several texts, tools, another prompt
     n=[1], n_cmpl=[1], best_of=[1], use_beam_search=[False], functions=[[]],
@@ -93,13 +95,30 @@ UNSUPPORTED = dict(
     presence_penalty=[0], frequency_penalty=[0], logit_bias=[{}, []], bad_words=[[]],
     allowed_token_ids=[[]], typical_p=[1], top_n_sigma=[-1, 0], top_a=[0], tfs_z=[1], mirostat=[0],
     dynatemp_range=[0], smoothing_factor=[0], dry_multiplier=[0], xtc_probability=[0],
-    adaptive_target=[-1], no_repeat_ngram_size=[0], min_keep=[0],
-    samplers=[["penalties", "top_k", "top_p", "min_p", "temperature"]],
+    adaptive_target=[-1], no_repeat_ngram_size=[0], min_keep=[0], samplers=[SAMPLERS],
     # the end of the text
     min_tokens=[0], stop_token_ids=[[]], include_stop_str_in_output=[False], n_indent=[0],
-    t_max_predict_ms=[0],
+    t_max_predict_ms=[0, -1],
 )  # fmt: skip
 OPTIONS = {"stop", "ignore_eos", *SETTINGS}  # of Session.generate, under the same names
+
+
+def sampler_order(value: object) -> object:
+    """An order of samplers in llama.cpp's names or letters, as those among them that this program
+    has: the others are off, as their settings have to be."""
+    if isinstance(value, str):
+        letters = dict(zip("ekpmt", SAMPLERS))
+        value = [letters.get(letter) for letter in value]
+    if not isinstance(value, list):
+        return value
+    other_names = {"temp": "temperature", "nucleus": "top_p"}
+    names = [name.replace("-", "_") for name in value if isinstance(name, str)]
+    names = [other_names.get(name, name) for name in names]
+    return [name for name in names if name in SAMPLERS]
+
+
+# Fields whose values are compared in another form
+SPELLINGS = {"samplers": sampler_order}
 
 LIMITS = "max_completion_tokens", "max_tokens", "n_predict"  # the last one is llama.cpp's
 INT_END = 1 << 31
@@ -139,10 +158,27 @@ Prompt = Annotated[
 ]
 
 
+def up_to_an_error(schema: object) -> object:
+    """A schema of pydantic whose lists are read up to the first element that is wrong."""
+    match schema:
+        case {"type": "list", **rest}:
+            return {"type": "list", "fail_fast": True} | up_to_an_error(rest)
+        case dict():
+            return {name: up_to_an_error(value) for name, value in schema.items()}
+        case list():
+            return [*map(up_to_an_error, schema)]
+    return schema
+
+
 class Strict(BaseModel):
-    """Takes no value of another type, such as "1" or true for 1. Unknown fields are ignored."""
+    """Takes no value of another type, such as "1" or true for 1. Unknown fields are ignored. The
+    first error ends the reading: only one is told, and a list may have millions."""
 
     model_config = ConfigDict(strict=True)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type, handler: GetCoreSchemaHandler):
+        return up_to_an_error(handler(source))
 
 
 class TextPart(Strict):
@@ -284,6 +320,10 @@ class ModelRequest(Strict):
         Raises ValueError for what is the client's fault; what the iterator raises is not."""
         raise NotImplementedError
 
+    def summary(self) -> str:
+        """What the server's log says of the answer, once that is written; may be empty."""
+        return ""
+
 
 Filters = create_model(
     "Filters", __base__=ModelRequest, **{name: _field(name, row) for name, row in FILTERS.items()}
@@ -315,7 +355,10 @@ class GenerationRequest(Filters):
             if name not in fields or name in cls.names():
                 continue
             accepted = [to_json(value) for value in values]  # as JSON, where true is not 1
-            if to_json(fields[name]) not in accepted:
+            value = fields[name]
+            if name in SPELLINGS:
+                value = SPELLINGS[name](value)
+            if to_json(value) not in accepted:
                 only = f"{name} must be absent or {accepted[0].decode()}"
                 raise APIError(f"{only}: nothing else is supported", param=name)
         return fields
@@ -367,6 +410,13 @@ class GenerationRequest(Filters):
         if self.stream:
             return self._events(answer, head, session)
         return self._object(answer, head, session)
+
+    def summary(self) -> str:
+        first, *_ = self.texts
+        text = speed(first)
+        if first.doubles_bos:
+            text += "; the prompt begins with a bos of its own, after the tokenizer's"
+        return text
 
     def _object(self, answer: Answer, head: dict, session: Session) -> Iterator[bytes]:
         for _ in answer:
@@ -614,7 +664,7 @@ def parse_request(body: bytes, kind: type[ModelRequest]) -> ModelRequest:
 
 def first_error(error: ValidationError) -> APIError:
     """What is wrong with the first field that is."""
-    first, *_ = error.errors()
+    first, *_ = error.errors(include_url=False, include_input=False)
     name, *place = first["loc"]
     if name == "messages" and place:
         name = f"messages[{place[0]}]"

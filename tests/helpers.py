@@ -64,6 +64,7 @@ from loading.layouts import formats_as_stored
 from loading.names import formats_of
 from loading.save import save
 from model import Config, Llama
+from passes import Passes
 from ranks import exchange as exchange_module
 from ranks.processes import Ranks
 from sampling import Sampling
@@ -186,11 +187,11 @@ def oracle(model, ids: list[int]) -> torch.Tensor:
 @torch.inference_mode()
 def logits_of(model, ids, *sizes: int) -> torch.Tensor:
     """Of all tokens, evaluated so many at a time; all at once if no sizes are given."""
-    engine = Engine(model)
+    passes = Passes(model)
     found = []
     done = 0
     for part in torch.as_tensor(ids).split(sizes or len(ids)):
-        found.append(engine.forward(part.tolist(), done).cpu())
+        found.append(passes.forward(part.tolist(), done).cpu())
         done += len(part)
     return torch.cat(found)
 
@@ -356,8 +357,8 @@ def decode_in_graphs(monkeypatch, ms=itertools.repeat(1.0)) -> None:
         return SimpleNamespace(replay=run, pool=lambda: None)
 
     monkeypatch.setattr(Llama, "uses_graphs", True)
-    monkeypatch.setattr("engine.captured", graph)
-    monkeypatch.setattr("engine.Moment.since", lambda self, start: next(ms) / 1e3)
+    monkeypatch.setattr("passes.captured", graph)
+    monkeypatch.setattr("passes.Moment.since", lambda self, start: next(ms) / 1e3)
 
 
 def examples(count: int, **strategies):
@@ -849,10 +850,10 @@ CHATS, TEXTS_AT = "/v1/chat/completions", "/v1/completions"
 class Server:
     """A server in a process of its own, which has no client but the tests."""
 
-    def __init__(self, *flags, launcher=(sys.executable,)):
+    def __init__(self, *flags, launcher=(sys.executable,), **options):
         command = [*launcher, HERE / "serve.py", *flags, "--port", 0, "--device", "cpu"]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
-        options = dict(stderr=subprocess.PIPE, text=True, env=environment)
+        options |= dict(stderr=subprocess.PIPE, text=True, env=environment)
         self.process = subprocess.Popen([*map(str, command)], **options)
         self.lines = []
         while not self.lines or not self.lines[-1].startswith("serving"):
@@ -907,10 +908,12 @@ class Server:
 
 @pytest.fixture(scope="session")
 def server():
-    with Server("-m", TALES, "--queue", 1, "--cors", "https://example.org") as served:
+    with Server("-m", TALES, "-np", 1, "--queue", 1, "--cors", "https://example.org") as served:
         yield served
-        accessed = re.compile(r'127\.0\.0\.1:\d+ - "[A-Z]+ \S+ HTTP/1\.1" \d{3}\n')
-        strange = [line for line in served.lines[3:] if not accessed.fullmatch(line)]
+        accessed = r'127\.0\.0\.1:\d+ - "[A-Z]+ \S+ HTTP/1\.1" \d{3}\n'
+        speeds = r"\d+ tokens(, [\d.]+ tokens/s)?(; prompt: .* s)?\n"
+        known = re.compile(f"{accessed}|{speeds}")
+        strange = [line for line in served.lines[3:] if not known.fullmatch(line)]
         assert not strange, "the server's log has lines that are no request: mend what wrote them"
 
 

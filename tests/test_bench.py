@@ -78,13 +78,13 @@ def test_bench_speeds_by_hand(tiny_model, monkeypatch):
     """By a clock: a prompt in half a second, each step in 9, but 90 while it is warmed up. Only the
     new tokens count, and no more are evaluated."""
     seen, engine, speeds = [], Engine(tiny_model), bench.prompt_speeds
-    evaluate = engine._evaluate
-    measured = lambda first, start, ids: (
-        seen.append((start, len(ids))) or evaluate(first, start, ids)
+    evaluate = engine.passes.evaluate_prompt
+    measured = lambda ids, start, first: (
+        seen.append((start, len(ids))) or evaluate(ids, start, first)
     )
     timed = lambda run, *_: [run().sum() * 0 + 0.5, run().sum() * 0 + 0.25]
     monkeypatch.setattr(bench, "wall_times", timed)
-    monkeypatch.setattr(engine, "_evaluate", measured)
+    monkeypatch.setattr(engine.passes, "evaluate_prompt", measured)
     assert speeds(engine, bench_flags.Test("pp", 12, 48), 2) == [24.0, 48.0]
     assert seen == [(0, 48), (48, 12), (48, 12)]
     assert speeds(engine, bench_flags.Test("pp", 12, 0), 2) == [24.0, 48.0]

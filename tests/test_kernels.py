@@ -3,6 +3,7 @@
 import functools
 import inspect
 import itertools
+import random
 from functools import partial
 from types import SimpleNamespace
 
@@ -24,6 +25,8 @@ from tests.helpers import (
     ON_GPU,
     ONE_UNIT,
     OPS,
+    alone,
+    as_fp32,
     changed,
     check_attention,
     check_experts,
@@ -67,6 +70,42 @@ def test_op_equals_its_reference(dtype, heads, T, before, op, guarded):
     equals_reference(op, [arguments], written, limit)
     given_output = ("linear_add", "linear_store", "rmsnorm_linear")
     guarded(allocates=op not in given_output)
+
+
+SEVERAL = [
+    [(1, 0), (1, 5), (1, 40)],  # several texts that decode
+    [(1, 40), (4, 5), (2, 0)],  # with proposals
+    [(9, 5), (1, 40), (6, 0), (4, 1)],  # more than few tokens
+]
+
+
+def several(length: int = 60) -> list[tuple]:
+    """Random segments."""
+    counts = random.choices((1, 1, 2, 3, 5), k=random.randint(2, 5))
+    return [(count, random.randrange(length)) for count in counts]
+
+
+@pytest.mark.parametrize("op", ["embedding", "rmsnorm_qkv_rope", "attention"])
+@pytest.mark.parametrize("segments", [*SEVERAL, "random"], ids=str)
+@pytest.mark.parametrize("dtype, heads", DTYPE_AND_HEADS, ids=str)
+def test_op_of_several_segments(dtype, heads, segments, op, guarded):
+    """The others do not depend on what the rows are."""
+    segments = several() if segments == "random" else segments
+    arguments, written = op_arguments(op, dtype, heads, 0, 5, segments=segments)
+    limit = ONE_UNIT[dtype] * (2.5**2 if op == "rmsnorm_qkv_rope" else 1)
+    equals_reference(op, [arguments], written, limit)
+    guarded()
+    # the reference of all of them is that of each sequence alone
+    *exact, pass_ = as_fp32(arguments)
+    own = [alone(pass_, i) for i in range(len(segments))]
+    right = getattr(kernels.reference, op)(*exact, pass_)
+    for i, (first, _, begin, count) in enumerate(pass_.segments.tolist()):
+        rows, run = slice(begin, begin + count), slice(first, first + pass_.size)
+        if op != "embedding":
+            exact[0] = as_fp32(arguments)[0][rows]
+        assert nmse(getattr(kernels.reference, op)(*exact, own[i]), right[rows]) < 1e-10
+        for cache, theirs in ((pass_.k, own[i].k), (pass_.v, own[i].v)):
+            assert nmse(theirs[1], cache[1][:, run]) < 1e-10
 
 
 @pytest.mark.parametrize("T, before", TOKENS_AND_BEFORE)
@@ -143,6 +182,33 @@ def test_attention_of_few_rows(kv_fp8, heads, sizes, monkeypatch):
     most = [(count * heads[1] // heads[0], before) for count, before in rows]
     for T, before in [(1, 90), (2, 0), (4, 61), (3, 250), (5, 200), *most]:
         check_attention(heads, T, before, kv_fp8, runs=2 if ON_GPU else 1)
+
+
+@pytest.mark.parametrize("kv_fp8", [False, True])
+@pytest.mark.parametrize("heads", [(2, 2, 16), (4, 1, 24), (8, 1, 64), (2, 2, 128)], ids=str)
+def test_attention_of_several_segments(heads, kv_fp8):
+    """Short and long ones, with one block of positions, several of a split, and several splits; also
+    more rows of a key/value head than a program of the ordinary kernel takes."""
+    lengths = (0, 1, 15, 63, 64, 300, 700) if ON_GPU else (0, 15, 63, 130)
+    cases = [
+        [(1, before) for before in lengths],
+        [(random.choice((1, 2, 5)), before) for before in lengths],
+        [(11, 5), (1, 40), (2, 90)],
+        several(300),
+    ]
+    for segments in cases:
+        check_attention(heads, 0, 0, kv_fp8, runs=2, segments=segments)
+
+
+@pytest.mark.parametrize("kv_fp8", [False, True])
+@pytest.mark.parametrize("heads", [(2, 2, 64), (4, 1, 24), (4, 2, 128)], ids=str)
+def test_attention_of_padding(heads, kv_fp8):
+    """In a few rows, in a block of a prompt with tokens, and in blocks of its own."""
+    cases = [(1, 40, 7), (5, 0, 3), (30, 90, 2), (65, 62, 63), (70, 5, 200)]
+    if ON_GPU:
+        cases += [(500, 0, 12), (513, 300, 127), (513, 5000, 500), (1, 130, 600), (600, 40, 40)]
+    for T, before, padding in cases:
+        check_attention(heads, T, before, kv_fp8, padding=padding)
 
 
 @pytest.mark.parametrize("kv_fp8", [False, True])

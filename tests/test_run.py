@@ -18,11 +18,12 @@ from tqdm import tqdm
 import bench
 import kernels
 import run
-from engine import PROMPT_CHUNK, Engine, Timings, generate
+from engine import Engine, Timings, generate
 from loading import config as config_module
 from loading.checkpoint import load
 from loading.place import DTYPES
 from model import Llama
+from passes import PROMPT_CHUNK
 from sampling import Sampling
 from session import Session
 from talk import chat as chat_module

@@ -2,24 +2,38 @@
 
 import http.client
 import json
+import mmap
 import os
 import random
 import re
+import resource
 import select
+import shutil
 import signal
 import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import gguf
 import pytest
 
 import serve
+from model import Llama
 from session import Session
 from talk import cli as cli_module
-from talk.openai import UNSUPPORTED, APIError, CompletionRequest, parse_request
+from talk.openai import (
+    ENDPOINTS,
+    UNSUPPORTED,
+    APIError,
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    parse_request,
+)
 from tests.helpers import (
     CHATS,
     FOX,
@@ -206,6 +220,14 @@ def test_serve_accepts_what_says_nothing_and_the_ends_of_ranges(server):
         fields = dict(max_tokens=2) if name != "max_tokens" else dict(stop=[" "])
         assert server.complete(**fields | {name: value})["usage"]["completion_tokens"] < 9, name
     assert server.ask(TEXTS_AT, dict(prompt="a", n_predict=3))[2]["usage"]["completion_tokens"] == 3
+    for order in (
+        ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
+        ["penalties", "tfs_z", "top-k", "typical_p", "nucleus", "min-p", "temp"], "edskypmxt",
+    ):  # fmt: skip
+        assert server.complete(samplers=order)["usage"]["completion_tokens"] == 12, order
+    for order in ["top_k", "temperature"], ["temperature", "penalties", "top_k", "top_p", "min_p"]:
+        status, _, answer = server.ask(TEXTS_AT, dict(prompt="a", samplers=order))
+        assert status == 400 and answer["error"]["param"] == "samplers"
     told = [server.complete(logprobs=k)["logprobs"] for k in (False, True)]
     assert told[0] is None and len(told[1]["top_logprobs"]) == 12
     sampled = [server.complete(temperature=1.5, seed=seed)["text"] for seed in (-2, -2, -3)]
@@ -260,6 +282,22 @@ def test_serve_refuses_wrong_fields(server):
         assert said in message and "Input should be" not in message
 
 
+def test_serve_reads_up_to_the_first_error():
+    """Of lists with many wrong elements, and of each kind of list in a request."""
+    user = {"role": "user"}
+    for kind, fields in (
+        (ChatCompletionRequest, dict(messages=[1] * 1000)),
+        (ChatCompletionRequest, dict(messages=[FOX[0], *[user | {"content": 5}] * 1000])),
+        (DetokenizeRequest, dict(tokens=["x"] * 1000)),
+    ):
+        with pytest.raises(APIError) as raised:
+            parse_request(json.dumps(fields).encode(), kind)
+        assert raised.value.__context__.error_count() == 1
+    for kind in ENDPOINTS.values():
+        schema = json.dumps(kind.__pydantic_core_schema__, default=str)
+        assert schema.count('"type": "list"') == schema.count('"fail_fast": true')
+
+
 def test_serve_refuses_wrong_bodies(server):
     """A body may have 8 MiB, and not a byte more."""
     surrogate = b'{"prompt": "a\\ud800"}'
@@ -299,6 +337,8 @@ def test_serve_paths(server):
         ("DELETE", "/v1/models", 405, {}), ("HEAD", "/v1/models", 200, None),
         ("HEAD", "/v1/completions", 405, None), ("GET", "/v1/models/tales", 200, model),
         ("GET", "/v1/models/other", 404, {}), ("GET", "/models/a/b%7B", 404, {}),
+        ("GET", "/v1/models/", 200, {"data": [model]}), ("GET", "//v1//models/tales/", 200, model),
+        ("GET", "/v1", 404, {}), ("GET", "/v1/chat/completions/", 405, {}),
     ):  # fmt: skip
         got, headers, answer = server.ask(path, method=method, Origin=origin)
         assert (got, headers["access-control-allow-origin"]) == (status, origin), path
@@ -307,7 +347,7 @@ def test_serve_paths(server):
         elif expected:
             assert expected.items() <= answer.items()
     fields = dict(messages=FOX, prompt="a", max_tokens=2)
-    for path in "/chat/completions", "/completions":
+    for path in "/chat/completions", "/completions", "/v1/completions/", "//v1/completions":
         assert server.ask(path, fields)[0] == 200, "as with /v1"
     connection = server.connect()
     connection.connect()
@@ -364,15 +404,16 @@ def test_serve_origins_and_keys(server, tiny):
         expected = (400, "invalid") if is_allowed else refused
         assert (status, answer["error"]["code"]) == expected, origin
     local = dict(method="GET", Origin="http://localhost")
-    with Server("-m", tiny, "--api-key", "żaba", "--queue", 0) as keyed:
+    with Server("-m", tiny, "--api-key", "żaba", "-np", 1, "--queue", 0) as keyed:
         for path in "/v1/models", "/nothing":
             for wrong in {}, {"Authorization": "Bearer x"}, {"Authorization": "żaba".encode()}:
                 status, headers, answer = keyed.ask(path, **local, **wrong)
                 assert status == 401 and answer["error"]["code"] == "invalid_api_key"
                 assert headers["access-control-allow-origin"] == local["Origin"]
                 assert headers["www-authenticate"] == "Bearer"
-        key = dict(Authorization="Bearer żaba".encode())
-        assert keyed.ask("/v1/models", method="GET", **key)[0] == 200
+        for scheme in "bearer ", "BEARER  ", "Bearer ":
+            key = dict(Authorization=f"{scheme}żaba".encode())
+            assert keyed.ask("/v1/models/", method="GET", **key)[0] == 200
         assert keyed.ask("/health", method="GET")[0] == 200
         preflight = asks | dict(Origin="http://localhost")
         assert keyed.ask("/v1/models", method="OPTIONS", **preflight)[0] == 200
@@ -480,30 +521,33 @@ def test_serve_ends_if_nobody_can_be_answered():
 
 def test_serve_goes_on_after_an_error(tiny, monkeypatch, capfd):
     """Whoever asked is told, and of what was evaluated until then nothing is reused."""
-    session, link = Session(tiny, dtype="fp32", device="cpu"), serve.Link()
+    session = Session(tiny, dtype="fp32", device="cpu")
     fields = dict(prompt="Once upon a time", max_tokens=4, temperature=0, ignore_eos=True)
 
     def answer(debug=False, **more) -> list[serve.Part]:
         body = json.dumps(fields | more).encode()
-        request = parse_request(body, CompletionRequest)
+        asked = [serve.Asked(7, parse_request(body, CompletionRequest))]
         sent = []
-        link.pipe = SimpleNamespace(recv=lambda: request, send=sent.append)
-        serve.write_next(session, "tiny", link, debug)
+        pipe = SimpleNamespace(recv=asked.pop, send=sent.append, poll=lambda: bool(asked))
+        desk = serve.Desk(session, "tiny", pipe, debug)
+        desk.work()
+        while desk.jobs:
+            desk.work()
         assert [part.last for part in sent] == [False] * (len(sent) - 1) + [True]
+        assert {part.number for part in sent} == {7}
         return sent
 
     [said] = answer()
     text = json.loads(said.body)["choices"][0]["text"]
     for kind in RuntimeError, ValueError, OSError:
         with monkeypatch.context() as patch:
-            patch.setattr(session.model, "step", fails(kind("broken")))
-            begun, error = answer(stream=True, echo=True)
-            assert begun.status == 200 and b"Once upon a time" in begun.body
+            patch.setattr(Llama, "forward", fails(kind("broken")))
+            begun, error = answer(stream=True, echo=True, prompt="The fox")
+            assert begun.status == 200 and b"The fox" in begun.body
             assert error.body.startswith(b'data: {"error":{"message":"broken"')
-            assert session.state.pos == 0
+            assert session.engine.slots[0].tokens == []
             [error] = answer()
             assert error.status == 500 and json.loads(error.body)["error"]["code"] == "failed"
-            assert session.state.pos == 0
             assert capfd.readouterr().err == "error: broken\n" * 2
             answer(debug=True)
             assert re.match(
@@ -511,8 +555,45 @@ def test_serve_goes_on_after_an_error(tiny, monkeypatch, capfd):
             )
         assert json.loads(answer()[0].body)["choices"][0]["text"] == text and len(text) > 4
     [error] = answer(prompt="tale " * 2000)
-    assert error.status == 400 and session.state.pos > 0, "what is cached stays"
+    assert error.status == 400 and session.engine.slots[0].tokens, "what is cached stays"
     assert capfd.readouterr().err == ""
+
+
+def test_serve_several_texts_under_load(tiny):
+    """Requests of many clients, a third of which leave midway: every text is what it is alone, no slot
+    is lost, and a long prompt does not stop the others."""
+    session = Session(tiny, dtype="fp32", device="cpu")
+    prompts = [
+        f"{word} " * count for word in ("Once", "The fox", "good day") for count in (1, 5, 9)
+    ]
+    alone = {p: session.generate(p, n=12, temp=0, ignore_eos=True).finish().text for p in prompts}
+    options = dict(max_tokens=12, temperature=0, ignore_eos=True)
+    with Server("-m", tiny, "--dtype", "fp32", "-np", 3, "--queue", 200) as served:
+        rss = lambda: int(Path(f"/proc/{served.process.pid}/statm").read_text().split()[1]) * 4096
+
+        def one(i: int) -> None:
+            prompt = prompts[i % len(prompts)]
+            if i % 3 == 0:
+                client = served.begin(body=dict(prompt=prompt, max_tokens=200, stream=i % 2 == 0))
+                time.sleep(i % 7 / 50)
+                client.close()
+            else:
+                assert served.complete(prompt, **options)["text"] == alone[prompt], prompt
+
+        def all_at_once(count: int) -> None:
+            with ThreadPoolExecutor(16) as pool:
+                list(pool.map(one, range(count)))
+
+        all_at_once(40)
+        before = rss()
+        all_at_once(160)
+        assert rss() < before + 50e6, "what keeps requests that have ended?"
+        # three texts at once: no slot is lost
+        texts = [
+            served.begin(body=dict(prompt=p, max_tokens=200, ignore_eos=True, stream=True))
+            for p in prompts[:3]
+        ]
+        assert all(text.getresponse().readline().startswith(b"data") for text in texts)
 
 
 def test_serve_refuses_to_start(monkeypatch, capfd, tmp_path):
@@ -521,16 +602,88 @@ def test_serve_refuses_to_start(monkeypatch, capfd, tmp_path):
         call = caller(serve.main, monkeypatch, capfd, "--device", "cpu")
         result = call("--port", port)
         assert_refused(result, f"cannot listen on 127.0.0.1, port {port}: Address already in use\n")
-    empty = "-m, --host or --api-key is empty"
+    empty = "-m, --host, --api-key or --alias is empty"
     for flags, said in (
-        (["--api-key="], empty), (["--host="], empty), (["-m", ""], empty),
+        (["--api-key="], empty), (["--host="], empty), (["-m", ""], empty), (["--alias="], empty),
+        (["--api-key", "\udcff"], "--api-key: '\\udcff': must be UTF-8"),
         (["--port", 65536], "65536: must be from 0 to 65,535"), (["--port", -1], "--port"),
         (["--queue", -1], "--queue"), (["--queue", 10_001], "must be from 0 to 10,000"),
-        (["--fp8", "--int4"], "both say how"), (["--temp", -1], "--temp"), (["-n", 5], "unknown flag -n (see --help)"),
+        (["--fp8", "--int4"], "both say how"), (["--temp", -1], "--temp"),
+        (["-n", 5], "unknown flag -n: did you mean -np? (see --help)"),
     ):  # fmt: skip
         assert_refused(call(*flags), said, code=2)
     args = serve.parse_args("--queue 10000 --port 65535 --temp 0.5".split())
     assert args.queue == 10_000 and cli_module.sampling_flags(args) == {"temp": 0.5}
+
+
+def test_serve_on_all_addresses():
+    """:: is IPv6's name for all of them, and IPv4's are among them; ::1 is one alone."""
+    for host, reached in ("::", {"::1", "127.0.0.1"}), ("::1", {"::1"}), ("0.0.0.0", {"127.0.0.1"}):
+        with serve.listen(host, 0) as listener:
+            port = listener.getsockname()[1]
+            for address in "::1", "127.0.0.1":
+                with suppress(ConnectionRefusedError), socket.create_connection((address, port)):
+                    assert address in reached
+                    reached.remove(address)
+            assert not reached, host
+
+
+def test_serve_names_of_models(tmp_path, monkeypatch):
+    """A file that is named by its content goes by the name inside it."""
+    assert serve.model_name("models/tales", None) == "tales"
+    assert serve.model_name("owner/name:Q8_0", None) == "owner/name:Q8_0"
+    assert serve.model_name("models/tales", "mine") == "mine"
+    monkeypatch.chdir(tmp_path)
+    writer = gguf.GGUFWriter("blob", "llama")
+    writer.add_name("Llama 3.2 1B")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    hashed = "sha256-" + "0123456789abcdef" * 4
+    for name, known in ("x.gguf", "x.gguf"), (hashed, "Llama 3.2 1B"):
+        shutil.copy("blob", name)
+        (tmp_path / "model.gguf").unlink(missing_ok=True)
+        (tmp_path / "model.gguf").symlink_to(name)
+        assert serve.model_name(name, None) == known
+        assert serve.model_name("model.gguf", None) == "model.gguf"
+
+
+def test_serve_bounds_its_queue():
+    """In bytes, too."""
+    log = []
+    args = serve.parse_args(["-m", str(TALES), "--quiet"])
+    front = serve.Frontend(args, SimpleNamespace(send=log.append), mmap.mmap(-1, 1), "x", 9)
+    half = serve.QUEUE_BYTES // 2
+    front.waiting += [serve.Client(None, serve.QUEUE_BYTES), serve.Client(None, half)]
+
+    def refuses(size: int) -> bool:
+        try:
+            front.check_room(size)
+        except APIError as error:
+            assert (error.status_code, error.code) == (503, "queue_full")
+            return True
+        return False
+
+    assert not refuses(half) and refuses(half + 1)
+    del front.waiting[0]  # its answer is written, and the second one is no longer counted
+    assert not refuses(serve.QUEUE_BYTES)
+
+
+def test_serve_without_descriptors():
+    """One line says so, once; those who leave make room."""
+
+    def few() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+
+    with Server("-m", TALES, preexec_fn=few) as served:
+        idle = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(150)]
+        time.sleep(2.5)
+        for connection in idle:
+            connection.close()
+        assert eventually(lambda: served.ask("/health", method="GET")[0] == 200)
+    [said] = [line for line in served.lines[3:] if "/health" not in line]
+    assert said == "note: socket.accept() out of system resource: Too many open files\n"
 
 
 def test_serve_on_several_ranks(server):
