@@ -255,6 +255,11 @@ class Engine:
         return time.perf_counter() - asked
 
     @property
+    def has_room(self) -> bool:
+        """Whether a further text would not have to wait for a slot."""
+        return len(self.waiting) + len(self.running) < len(self.slots)
+
+    @property
     def idle(self) -> bool:
         return not (self.waiting or self.running or self._launched)
 

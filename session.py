@@ -22,7 +22,7 @@ import torch
 from tqdm import tqdm
 
 from engine import MOST_TEXTS, Engine, Score, Sequence, Timings
-from loading.checkpoint import Checkpoint, find_checkpoint, load, read_config
+from loading.checkpoint import Checkpoint, load, open_checkpoint
 from loading.place import DTYPES
 from logprobs import Logprob, PromptScores
 from passes import Passes
@@ -261,7 +261,7 @@ class Session:
         draft_max tokens. parallel: how many texts may be written at once, each with a context of
         its own. Raises ValueError, OSError or MemoryError with a message of one line."""
         start = time.perf_counter()
-        checkpoint = Checkpoint(find_checkpoint(model))
+        checkpoint = open_checkpoint(model)
         config = checkpoint.config
         # Opened before the weights, which may take minutes, so that its errors come at once
         self.tokenizer = Tokenizer(
@@ -278,8 +278,10 @@ class Session:
         # Ranks would disagree about when proposals pay off
         if (lookup or draft) and ranks.size > 1:
             raise ValueError(f"lookup and draft run in one process, not in {ranks.size}")
+        proposer = None
         if draft:
-            check_draft(draft, self.tokenizer, config.vocab_size)
+            proposer = open_checkpoint(draft)
+            check_draft(draft, proposer, self.tokenizer, config.vocab_size)
         self.ranks = ranks
         options = dict(
             dtype=dtype_name(dtype),
@@ -300,9 +302,8 @@ class Session:
         self.ctx_size = self.engine.size  # positions of each text
         if lookup:
             self.engine.proposer = Lookup(lookup)
-        if draft:
-            model = load(draft, ctx_size=self.ctx_size, **options)
-            passes = Passes(model, parallel, self.ctx_size)
+        if proposer:
+            passes = Passes(load(proposer, ctx_size=self.ctx_size, **options), parallel)
             self.engine.proposer = Draft(draft_max, passes, config.vocab_size)
         self.sampling: Sampling = self.model.sampling  # the checkpoint's own
         self.timings = Timings()  # of all that was generated
@@ -513,12 +514,11 @@ def replace_settings(sampling: Sampling, settings: dict[str, float]) -> Sampling
     return replace(sampling, **settings)
 
 
-def check_draft(name: str, tokenizer: Tokenizer, vocab_size: int) -> None:
+def check_draft(name: str, draft: Checkpoint, tokenizer: Tokenizer, vocab_size: int) -> None:
     """Raise ValueError if a draft has other tokens. How many unused ones pad its vocabulary does
     not matter."""
-    folder = find_checkpoint(name)
-    config = read_config(folder)
-    other = Tokenizer(folder, config.vocab_size, config.bos_id)
+    config = draft.config
+    other = Tokenizer(draft.folder, config.vocab_size, config.bos_id)
     ids = range(max(config.vocab_size, vocab_size))
     differs = any(other.bytes_of(i) != tokenizer.bytes_of(i) for i in ids)
     if differs or other.control != tokenizer.control:

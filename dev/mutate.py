@@ -108,9 +108,27 @@ MUTANTS = [
     ),
     Mutant(
         "attention.py",
-        "(start_pos + pid_m * BLOCK_M + 1) // BLOCK_N",
-        "(start_pos + pid_m * BLOCK_M + 2) // BLOCK_N",
+        "(start_pos + row + 1) // BLOCK_N",
+        "(start_pos + row + 2) // BLOCK_N",
         "attention_of_a_prompt and 62 and False",
+    ),
+    Mutant(
+        "attention.py",
+        "group = segment * tl.num_programs(0) + pid",
+        "group = pid",
+        "attention_of_several and False",
+    ),
+    Mutant(
+        "attention.py",
+        "tl.where(offs_m[:, None] < count,",
+        "tl.where(offs_m[:, None] <= count,",
+        "attention_of_padding and False",
+    ),
+    Mutant(
+        "launch.py",
+        "tl.where(last, T - begin, count)",
+        "count",
+        "attention_of_padding and False",
     ),
     Mutant(
         "launch.py",
@@ -154,6 +172,15 @@ MUTANTS = [
         "sampling.py", '(l != l) | (tl.abs(l) == float("inf"))', "(l != l)", "logits_not_finite"
     ),
     Mutant("sampling.py", "bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits", "scores_are_negative"),
+    Mutant(
+        "sampling.py",
+        "tl.where(noise > 0, _gumbel",
+        "tl.where(noise >= 0, _gumbel",
+        "several_texts",
+    ),
+    Mutant("sampling.py", "torch.where(top_p <= 1,", "torch.where(top_p <= 2,", "several_texts"),
+    Mutant("sampling.py", "if top_p <= 1:", "if top_p <= 2:", "several_texts"),
+    Mutant("sampling.py", "tl.load(rows + row)", "row", "several_texts"),
     Mutant("sampling.py", "2.0 ** (53 - V.bit_length())", "8.0", "sampling_equals"),
     Mutant("sampling.py", ".masked_fill(ranked < floor, -math.inf)", "", "lowest_logit"),
     Mutant(
@@ -203,13 +230,13 @@ MUTANTS = [
     ),
     Mutant("model.py", "+= len(prompt) - reused", "+= len(prompt)", "calls_on_one_state and CPU"),
     Mutant(
-        "loading/config.py",
+        "loading/rope.py",
         "(1 - share + share / factor)",
         "(0 * share + 1 / factor)",
         "places_of_rope",
     ),
-    Mutant("loading/config.py", ' or f.ids("eos_token_id", vocab_size)', "", "config_eos"),
-    Mutant("loading/config.py", "fields | _said(last)", "_said(last) | fields", "places_of_rope"),
+    Mutant("loading/hugging_face.py", ' or f.ids("eos_token_id", vocab_size)', "", "config_eos"),
+    Mutant("loading/rope.py", "older | newer | last", "last | older | newer", "places_of_rope"),
     Mutant(
         "loading/layouts.py",
         "or not equal(one, other)",
@@ -218,12 +245,12 @@ MUTANTS = [
     ),
     Mutant(
         "loading/layouts.py",
-        "if c.tie_embeddings and not source.format:",
+        "if c.tie_embeddings and not layout.format:",
         "if c.tie_embeddings:",
         "spoiled_checkpoint and second",
     ),
     Mutant(
-        "loading/sources.py", "if named.get(t.name, t.file) == t.file", "", "files_beside and twice"
+        "loading/layouts.py", "if named.get(t.name, t.file) == t.file", "", "files_beside and twice"
     ),
     Mutant(
         "loading/place.py",
@@ -238,7 +265,7 @@ MUTANTS = [
         "memory_of_7b",
     ),
     Mutant(
-        "loading/config.py",
+        "loading/hugging_face.py",
         'f.number("rms_norm_eps", 0, 1, 1e-6',
         'f.number("rms_norm_eps", 0, 1, 1e-5',
         "config_fields_and_defaults",
@@ -257,8 +284,8 @@ MUTANTS = [
     ),
     Mutant(
         "loading/tensors.py",
-        "for i, expert in enumerate(self.of):",
-        "for i, expert in enumerate(self.of[::-1]):",
+        "at = stored.expert * sum(",
+        "at = 0 * sum(",
         "families_equal and moe and torch",
     ),
     Mutant(
@@ -275,13 +302,13 @@ MUTANTS = [
     ),
     Mutant(
         "loading/tensors.py",
-        "of_part = slice((some.start - start) // turns,",
-        "of_part = slice(0,",
+        "stored.step * own.start - some.start",
+        "stored.step * own.start",
         "piece_by_piece",
     ),
     Mutant(
         "loading/tensors.py",
-        "start = end",
+        "start += rows_in(piece)",
         "start += 1",
         "piece_by_piece",
     ),
@@ -306,8 +333,8 @@ MUTANTS = [
         "files_beside and bin",
     ),
     Mutant(
-        "loading/tensors.py",
-        "if len(self.shape) == 1:  # every",
+        "loading/meta.py",
+        "if len(shape) == 1:  # every",
         "if False:  # every",
         "files_beside and meta",
     ),
@@ -504,7 +531,12 @@ MUTANTS = [
         "",
         "goes_on_after",
     ),
-    Mutant("serve.py", "    except ConnectionError:", "    except OSError:", "goes_on_after"),
+    Mutant(
+        "serve.py",
+        "has ended\n        raise\n    except Exception as error:\n        if ranks",
+        "has ended\n        raise\n    except LookupError as error:\n        if ranks",
+        "goes_on_after",
+    ),
     Mutant(
         "serve.py",
         "if origin is None or self.is_allowed_origin(origin):",

@@ -11,7 +11,9 @@ import torch
 
 import launch
 from cards import cpu
+from loading.layouts import StoredTensors
 from loading.names import Formats, largest_read, matrix_shapes, model_tensors, weight_bytes
+from loading.quantised import format_for
 from model import CACHES, Config
 from ranks.processes import Ranks
 
@@ -105,6 +107,19 @@ def check_groups(c: Config, formats: Formats) -> None:
             where = f" on each of {c.ranks} processes" if c.ranks > 1 else ""
             needs = f"{format.name} needs a multiple of {format.group}"
             raise ValueError(f"{name} has {columns} columns{where}; {needs}")
+
+
+def formats_as_stored(tensors: StoredTensors, c: Config, most_bits: int) -> Formats:
+    """The formats, of at most `most_bits` bits, that store a rank's matrices exactly as others have
+    quantised them. tensors: those of the model."""
+    formats = {}
+    for t in model_tensors(c):
+        if t.is_matrix:
+            schemes = {stored.scheme for stored in tensors[t.name]}
+            format = format_for(schemes, t.shape(c)[1], most_bits)
+            if format:
+                formats[t.name] = format
+    return formats
 
 
 # Files of a container's memory, in cgroups of version 2 and of version 1: folder, limit, use

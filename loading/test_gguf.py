@@ -20,10 +20,11 @@ from formats import Matrix
 from fp8 import E4M3
 from loading import gguf as ggml
 from loading import quantised
+from loading import tensors as tensors_module
 from loading.checkpoint import load, read_config
 from loading.hub import local_checkpoint, pick_gguf
 from loading.names import layer_tensors
-from loading.tensors import ALL
+from loading.tensors import ALL, pieces_of
 from tests.helpers import (
     BYTES,
     DEVICE,
@@ -62,7 +63,7 @@ from tests.helpers import (
 )
 from tokenizer import Tokenizer
 
-QUANTS = {number: kind for number, kind in ggml.TYPES.items() if kind.block > 1}
+QUANTS = {number: kind for number, kind in ggml.TYPES.items() if kind.split}
 
 
 @pytest.mark.parametrize("number", QUANTS, ids=lambda number: QUANTS[number].name)
@@ -70,7 +71,7 @@ def test_gguf_types_are_decoded(number):
     """Every bit. Scales that are not finite are refused."""
     kind, raw = QUANTS[number], random_blocks(number, 5, 768, std=1.0)
     assert kind.name == gguf.GGMLQuantizationType(number).name
-    assert torch.equal(quantised.from_blocks(kind, raw).decoded(), dequantised(number, raw))
+    assert torch.equal(kind.read(raw).decoded(), dequantised(number, raw))
     if kind.name.endswith("K"):
         raw[1, 4:16] = raw[1, 192:208] = 255  # scales of groups
     start = 208 if kind.name == "Q6_K" else 0
@@ -78,7 +79,7 @@ def test_gguf_types_are_decoded(number):
         spoiled, at = raw.clone(), start + 2 * half
         spoiled[1, at : at + 2] = torch.tensor([bad]).half().view(torch.uint8)
         with pytest.raises(ValueError, match="a scale that is NaN or infinite"):
-            quantised.checked(quantised.from_blocks(kind, spoiled))
+            quantised.checked(kind.read(spoiled))
 
 
 def test_other_gguf_types_are_named():
@@ -92,7 +93,7 @@ def stored_in(format, N: int, K: int):
         for number in (n for n, kind in QUANTS.items() if kind.name in others.EXACT[format]):
             raw = random_blocks(number, N, K)
             exact = dequantised(number, raw).to(DEVICE)
-            yield quantised.from_blocks(QUANTS[number], raw.to(DEVICE)), exact
+            yield QUANTS[number].read(raw.to(DEVICE)), exact
         return
     if format is others.E4M3_128:
         codes, zero = E4M3.round(torch.randn(N, K) * 100), None
@@ -139,8 +140,8 @@ def test_products_with_gguf_and_safetensors_formats(format):
 def test_format_of_joined_matrices(kinds, columns, most_bits, name):
     """None: they are decoded, as those of more bits are on a CPU, and those cut in the middle of a
     block."""
-    types = {kind.name: kind for kind in QUANTS.values()}
-    found = quantised.format_for({types.get(kind) for kind in kinds.split()}, columns, most_bits)
+    schemes = {kind.name: kind.scheme for kind in QUANTS.values()}
+    found = quantised.format_for({schemes.get(kind) for kind in kinds.split()}, columns, most_bits)
     assert (found and found.name) == name
 
 
@@ -167,7 +168,7 @@ def give_blocks(theirs, tensors: dict) -> None:
 ])  # fmt: skip
 def test_gguf_models_equal_transformers(tmp_path, cli, family, monkeypatch):
     """Of all types, mixed also among wq, wk and wv; whole and by ranks, a few rows at a time."""
-    monkeypatch.setattr(quantised, "AT_ONCE", 50 * 256)
+    monkeypatch.setattr(tensors_module, "AT_ONCE", 50 * 256)
     theirs = hugging_face_model(259, **FAMILIES[family] | WIDE | OF_BYTES)
     kinds = random.sample([number for number in QUANTS if number != 12], len(QUANTS) - 1)
     # Q4_K, of the second layer's wo: of each of its blocks of 256, a rank would have a half
@@ -192,11 +193,12 @@ def test_gguf_models_equal_transformers(tmp_path, cli, family, monkeypatch):
     if has_experts:
         name = "blk.1.ffn_down_exps.weight"
         count, (number, raw) = ours.config.n_experts, tensors[name]
-        monkeypatch.setattr(quantised, "AT_ONCE", 3 * 256 * 512)
+        monkeypatch.setattr(tensors_module, "AT_ONCE", 3 * 256 * 512)
         loader = loader_of(ours)
         for t in layer_tensors(ours.config)[-2:]:
-            tensor = loader.checkpoint.tensors[t.name]
-            pieces = list(tensor.quantised(loader.rows(t), ALL, quantised.AT_ONCE))
+            asked = loader.rows(t), ALL, tensors_module.AT_ONCE
+            stored = loader.checkpoint.tensors[t.name]
+            pieces = [piece for one in stored for piece in pieces_of(one, one.made, *asked)]
             at_once = -(-count // 3)
             assert len(pieces) == len(t.parts) * at_once, "three experts are converted at once"
         for one, other in zip(loaded(ours).matrices, whole.matrices, strict=True):

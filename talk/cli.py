@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
+import json
 import os
 import re
 import shutil
@@ -17,7 +18,8 @@ import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loading.files import one_line, text_of
@@ -75,7 +77,8 @@ def note(text: str) -> None:
     if sys.stderr.isatty():
         text = "\n".join(_wrapped(line) for line in text.split("\n"))
     try:
-        print(text, file=sys.stderr, flush=True)
+        sys.stderr.write(text + "\n")  # at once, where processes share it
+        sys.stderr.flush()
     except OSError:  # a full disk or a closed pipe behind it does not end a good run
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
@@ -297,8 +300,8 @@ class Parser(argparse.ArgumentParser):
         """What is wrong with a word that argparse does not know."""
         flags = self._option_string_actions.keys() - {*IGNORED}
         if not word.startswith("-"):
-            message = f"unexpected argument {word!r}"
-            return f"{message}: write -p {word!r}" if "--prompt" in flags else message
+            flag = "-p" if "--prompt" in flags and not os.path.exists(word) else "-m"
+            return f"unexpected argument {word!r}: write {flag} {word!r}"
         message = f"unknown flag {word}"
         if re.match("-ct[kv]|--cache-type-[kv]", word):
             return f"{message}: --kv-fp8 keeps keys and values in 8 bits"
@@ -312,7 +315,7 @@ class Parser(argparse.ArgumentParser):
             return
         try:
             for model in filter(None, models):
-                local_checkpoint(model)
+                find_model(model)
             for file in filter(None, files):
                 os.stat(file)
         except (OSError, ValueError) as error:
@@ -325,6 +328,34 @@ class Parser(argparse.ArgumentParser):
 
     def _get_option_tuples(self, option_string: str) -> list:
         return []  # argparse would take -ngl for -n with the value gl
+
+
+def find_model(name: str) -> None:
+    """Raise OSError or ValueError if there is no such model here, and it cannot be on the hub."""
+    try:
+        local_checkpoint(name)
+    except FileNotFoundError as error:
+        blob = ollama_blob(name)
+        if not blob:
+            raise
+        raise FileNotFoundError(f"{error}. Ollama has {name}: write -m {blob}") from None
+
+
+def ollama_blob(name: str) -> Path | None:
+    """The GGUF file of a model that ollama has under this name, if it has one."""
+    folder = Path(os.environ.get("OLLAMA_MODELS") or "~/.ollama/models").expanduser()
+    if not re.fullmatch(r"([\w.-]+/)?[\w.-]+(:[\w.-]+)?", name):
+        return None
+    model, _, tag = name.partition(":")
+    owner, _, model = model.rpartition("/")
+    file = folder.joinpath(
+        "manifests/registry.ollama.ai", owner or "library", model, tag or "latest"
+    )
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        for layer in json.loads(file.read_text())["layers"]:
+            if layer["mediaType"] == "application/vnd.ollama.image.model":
+                return folder / "blobs" / layer["digest"].replace(":", "-")
+    return None
 
 
 def within(kind: type, low: float, high: float = float("inf")) -> Callable[[str], float]:
@@ -456,7 +487,6 @@ def set_environment(args: argparse.Namespace) -> None:
 
 def open_session(args: argparse.Namespace, ranks: Ranks) -> Session:
     """A session for the model that flags describe."""
-    from loading.config import unsupported_settings
     from session import Session
 
     session = Session(
@@ -478,7 +508,7 @@ def open_session(args: argparse.Namespace, ranks: Ranks) -> Session:
         ranks=ranks,
         sampling=sampling_flags(args),
     )
-    ignored = unsupported_settings(session.model.checkpoint.folder)
+    ignored = session.model.checkpoint.unsupported
     if ignored and not args.quiet:
         note(f"note: generation_config.json: {', '.join(ignored)}: not supported, ignored")
     return session

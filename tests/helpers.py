@@ -59,10 +59,10 @@ from fp8 import E4M3, E5M2
 from launch import tl
 from loading import gguf as ggml
 from loading import random_model
-from loading.checkpoint import Loader, load, read_config
-from loading.layouts import formats_as_stored
+from loading.checkpoint import load, read_config, save
+from loading.loader import Loader
 from loading.names import formats_of
-from loading.save import save
+from loading.place import formats_as_stored
 from model import Config, Llama
 from passes import Passes
 from ranks import exchange as exchange_module

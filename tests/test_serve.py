@@ -526,7 +526,7 @@ def test_serve_goes_on_after_an_error(tiny, monkeypatch, capfd):
 
     def answer(debug=False, **more) -> list[serve.Part]:
         body = json.dumps(fields | more).encode()
-        asked = [serve.Asked(7, parse_request(body, CompletionRequest))]
+        asked = [serve.Asked(7, CompletionRequest, body)]
         sent = []
         pipe = SimpleNamespace(recv=asked.pop, send=sent.append, poll=lambda: bool(asked))
         desk = serve.Desk(session, "tiny", pipe, debug)
@@ -651,15 +651,15 @@ def test_serve_names_of_models(tmp_path, monkeypatch):
 
 def test_serve_bounds_its_queue():
     """In bytes, too."""
-    log = []
     args = serve.parse_args(["-m", str(TALES), "--quiet"])
-    front = serve.Frontend(args, SimpleNamespace(send=log.append), mmap.mmap(-1, 1), "x", 9)
+    front = serve.Frontend(args, None, mmap.mmap(-1, 1), "x", 9)
+    of_size = lambda size: serve.Client(CompletionRequest, b'{"prompt": "a"}'.ljust(size))
     half = serve.QUEUE_BYTES // 2
-    front.waiting += [serve.Client(None, serve.QUEUE_BYTES), serve.Client(None, half)]
+    front.waiting += [of_size(serve.QUEUE_BYTES), of_size(half)]
 
     def refuses(size: int) -> bool:
         try:
-            front.check_room(size)
+            front.check_room(of_size(size))
         except APIError as error:
             assert (error.status_code, error.code) == (503, "queue_full")
             return True

@@ -13,8 +13,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from loading.checkpoint import load
-from loading.save import save
+from loading.checkpoint import load, save
 from model import State, Timings, generate
 from sampling import Sampling
 from session import Conversation, Session
