@@ -1395,11 +1395,10 @@ def always(proposer: Proposer) -> Proposer:
     return proposer
 
 
-def exact_model(tiny, ctx_size: int, device="cpu"):
-    """A model that on a CPU evaluates its tokens one at a time: the sums are then in the same order
-    whatever a pass has beside a token, and the logits equal to the last bit. Otherwise two tokens
-    tied to within rounding may change places."""
-    model = load(tiny, dtype="fp32", device=device, ctx_size=ctx_size)
+def one_at_a_time(model):
+    """The model, which from now on evaluates its tokens one at a time: the sums are then in the same
+    order whatever a pass has beside a token, and the logits equal to the last bit. Otherwise two
+    tokens tied to within rounding may change places."""
     forward = model.forward
 
     def row_by_row(pass_, logits: torch.Tensor) -> torch.Tensor:
@@ -1417,9 +1416,14 @@ def exact_model(tiny, ctx_size: int, device="cpu"):
                     logits[wanted.index(row)] = found[0]
         return logits
 
-    if model.device.type == "cpu":
-        model.forward = row_by_row
+    model.forward = row_by_row
     return model
+
+
+def exact_model(tiny, ctx_size: int, device="cpu"):
+    """On a CPU, one that evaluates its tokens one at a time."""
+    model = load(tiny, dtype="fp32", device=device, ctx_size=ctx_size)
+    return one_at_a_time(model) if model.device.type == "cpu" else model
 
 
 @pytest.fixture(scope="session")

@@ -217,7 +217,7 @@ def test_keys_of_one_text_never_reach_another(tiny, monkeypatch, backend, kv_fp8
 @pytest.mark.parametrize("where", ["on a CPU", "in graphs"])
 def test_a_text_that_is_not_finite_ends_alone(tiny_model, monkeypatch, where):
     """Keys of one of three texts are spoiled while they are written. Its slot is then as if empty."""
-    prompts = [[1, 5, 6], [1, 7, 4, 4], [9, 3]]
+    prompts = [[1, 5, 6], [6, 7, 4, 4], [9, 3]]
     expected = [greedy(tiny_model, prompt, 12) for prompt in prompts]
     if where == "in graphs":
         decode_in_graphs(monkeypatch)
@@ -311,6 +311,7 @@ def test_texts_begin_in_order_of_arrival(tiny_model, monkeypatch, where):
     assert next(texts[3]) == greedy(tiny_model, [1, 33, 5], 1)[0]
     assert [*dict.fromkeys(begun)] == [0, 1, 2, 3], "not in order"
     assert texts[0].sequence.finished and len(texts[0].tokens) == 6
+    assert next(texts[2]) == greedy(tiny_model, [1, 32, 5], 1)[0]
     with pytest.raises(OSError):
         next(texts[2])
     assert [len(one.tokens) for one in texts[1:]] == [len(texts[1].tokens), 1, 1, 0]
@@ -385,7 +386,7 @@ def test_progress_that_is_interrupted(tiny_model):
 def test_a_long_prompt_and_texts_take_turns(exact, monkeypatch, where):
     """After each chunk of a prompt, every text that is being written gets a token, and the chunks are
     shorter than those of a prompt alone."""
-    prompts = [[1, 5, 6], [1, 7], [1, *range(30, 60)]]
+    prompts = [[1, 5, 6], [1, 7], [*range(30, 61)]]
     expected = [greedy(exact, prompt, 20) for prompt in prompts]
     with small_chunks() as patch:
         if where == "in graphs" and not ON_GPU:
@@ -667,9 +668,11 @@ def test_the_host_is_one_pass_ahead(exact, monkeypatch):
     ahead = [len(launched) for _ in one]
     assert ahead == [1, 2, 3, 4, 5, 5] and {*launched} == {1}, "more than its limit"
     launched.clear()
-    texts = [Written(engine, [1, 5, i], lambda _: len(launched) == 5, **options) for i in (3, 4)]
-    assert [len(list(text)) for text in texts] and launched.count(2) == 4
-    assert len(launched) == 6 and engine.idle
+    stopped = Written(engine, [1, 5, 7], lambda _: len(stopped.tokens) == 3, **options)
+    assert len(list(stopped)) == len(launched) == 3 and not engine.idle
+    beside = [Written(engine, [9, i], n=4, **options) for i in (3, 4)]
+    assert [len(list(text)) for text in beside] == [4, 4] and engine.idle
+    assert 2 in launched and sum(launched[3:]) == 6, "a pass for each token but the first"
 
 
 @pytest.mark.parametrize("top_k, other_top_k", [(5, 3), (40, 30)], ids=["listed", "sorted"])
@@ -727,7 +730,8 @@ def test_other_sampling_needs_no_other_graph(top_k, other_top_k, tiny, monkeypat
         other = Sampling(**change)
         text_of(model, other, 1, engine)
     text_of(model, other, 1, engine)
-    assert len(captures) == 6
+    count = 6 - (top_k == 40)  # whose first settings had the same parts
+    assert len(captures) == count
     text_of(model, other, 1, Engine(model))
     text_of(model, other, 1, engine, eos=[3], ignore_eos=True)
-    assert len(captures) == 8
+    assert len(captures) == count + 2
