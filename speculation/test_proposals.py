@@ -194,21 +194,37 @@ def test_proposals_are_counted(exact, counts, said):
     assert (way.passes - counts[0], way.held_off - counts[3]) == (11, 11)
 
 
-def test_draft_of_a_smaller_vocabulary(exact):
-    """A prompt may have ids that only the model has; the draft reads them as its first. A text has
-    none, even one in which every id is as probable as the next."""
-    small, V = copy_module.copy(exact), exact.config.vocab_size
-    small.config = replace(exact.config, vocab_size=V - 99)
-    embedding = exact.weights.embedding[: V - 99]
-    small.weights = replace(exact.weights, embedding=embedding, output=Matrix(embedding))
+def with_vocabulary(model, size: int):
+    """The model with fewer ids, or more, which have random logits."""
+    other = copy_module.copy(model)
+    rows = torch.randint(model.config.vocab_size, (size,))
+    rows[: model.config.vocab_size] = torch.arange(size)[: model.config.vocab_size]
+    embedding = model.weights.embedding[rows.to(model.device)]
+    other.config = replace(model.config, vocab_size=size)
+    other.weights = replace(model.weights, embedding=embedding, output=Matrix(embedding))
+    return other
+
+
+@pytest.mark.parametrize("more", [-99, 50])
+def test_draft_of_another_vocabulary(exact, more):
+    """A prompt may have ids that only the model has; the draft reads them as its first. What the
+    other lacks is not proposed, not even where every id is as probable as the next, and the text is
+    what it is without a draft."""
+    V = exact.config.vocab_size
     flat = Sampling(temp=1e9, top_k=0, top_p=1, min_p=0, seed=SEED)
     for end in (V - 1, 7):
         prompt = [1, V - 99, 9, end]
-        draft = always(drafted(3, small, V))
-        found = list(generate(exact, prompt, engine_with(exact, draft), 50, flat, eos=[]))
-        assert len(found) == 50 and max(found) < V - 99 and draft.passes
+        draft, proposals = always(drafted(3, with_vocabulary(exact, V + more), V)), []
+        propose = draft.propose
+        draft.propose = lambda text, n, p=propose, all=proposals: all.extend(p(text, n)) or all[-n:]
+        options = dict(n=50, sampling=flat, eos=[])
+        found = list(generate(exact, prompt, engine_with(exact, draft), **options))
+        assert found == list(generate(exact, prompt, **options))
+        assert len(proposals) >= 100 and max(proposals) < min(V, V + more)
         seen = draft.own_passes.cache.tokens.tolist()
-        assert seen[:4] == [1, 0, 9, end if end == 7 else 0] and seen[4] == found[0]
+        only_the_model_has = more < 0
+        assert seen[:3] == [1, 0 if only_the_model_has else V - 99, 9]
+        assert seen[3] == (0 if only_the_model_has and end != 7 else end)
 
 
 def test_memory_of_a_draft_is_that_of_the_models_context(tiny, copy, monkeypatch):
@@ -340,7 +356,7 @@ def test_single_tokens_run_ahead(exact, monkeypatch):
     decode_in_graphs(monkeypatch)
     ahead = [1, 2, 3, 4, 5, 5]
     never = [299] * 3  # no token of the text
-    cases = ((False, never, ahead), (True, [], ahead), (True, never, [1, 2, 3, 4, 5, 5]))
+    cases = ((False, never, ahead), (True, [], ahead), (True, never, [1, 1, 2, 3, 4, 5]))
     for proposing, found, launched in cases:
         lookup, counts = Lookup(3), []
         lookup.propose = lambda text, n, found=found: found[:n]

@@ -1395,13 +1395,12 @@ def always(proposer: Proposer) -> Proposer:
     return proposer
 
 
-def one_at_a_time(model):
-    """The model, which from now on evaluates its tokens one at a time: the sums are then in the same
-    order whatever a pass has beside a token, and the logits equal to the last bit. Otherwise two
-    tokens tied to within rounding may change places."""
-    forward = model.forward
+class OneAtATime(Llama):
+    """A model that evaluates its tokens one at a time: the sums are then in the same order whatever a
+    pass has beside a token, and the logits equal to the last bit. Otherwise two tokens tied to within
+    rounding may change places."""
 
-    def row_by_row(pass_, logits: torch.Tensor) -> torch.Tensor:
+    def forward(self, pass_, logits: torch.Tensor) -> torch.Tensor:
         wanted = [*range(len(pass_.place))] if pass_.rows is None else pass_.rows.tolist()
         for first, start, begin, count in pass_.segments.tolist():
             for i in range(count):
@@ -1411,12 +1410,14 @@ def one_at_a_time(model):
                 alone.position = pass_.position[row : row + 1]
                 alone.segments = torch.tensor([[first, start + i, 0, 1]], dtype=torch.int32)
                 alone.longest, alone.rows = 1, None
-                found = forward(alone, logits.new_empty(1, logits.shape[1]))
+                found = super().forward(alone, logits.new_empty(1, logits.shape[1]))
                 if row in wanted:
                     logits[wanted.index(row)] = found[0]
         return logits
 
-    model.forward = row_by_row
+
+def one_at_a_time(model: Llama) -> Llama:
+    model.__class__ = OneAtATime
     return model
 
 
