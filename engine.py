@@ -20,18 +20,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import astuple, dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from model import Llama, not_finite
-from passes import MOST_TEXTS, Moment, Pass, Passes, Segment
+from passes import MOST_TEXTS, Moment, Pass, Passes, Segment, Wish
 from products import MAX_FEW
 from sampling import Sampling, mask_without
 from speculation.proposals import Proposer, agreeing
+
+if TYPE_CHECKING:
+    from constraints import Constraint
 
 CHUNK_BESIDE = 512  # tokens of a prompt at once, while other texts wait for their next one
 SCORES_AT_ONCE = 1 << 22  # logits of a prompt's tokens that are in memory together
@@ -64,16 +67,6 @@ class Score(NamedTuple):
     best: list[tuple[int, float]]  # the most probable tokens at this place, and theirs
 
 
-class Constraint(Protocol):
-    """What tokens may come next, as a schema or a grammar has it."""
-
-    def accept(self, token: int) -> None:
-        """Take note of a token that was sampled."""
-
-    def mask(self) -> Tensor:
-        """int32 [ceil(V / 32)]: a bit for each token that may come next."""
-
-
 class Sequence:
     """One text: a prompt, and how it goes on."""
 
@@ -88,13 +81,15 @@ class Sequence:
         progress: Callable[[int, int], None] | None = None,
         scores: int | None = None,
         prompt_scores: Callable[[list[Score]], None] | None = None,
+        bias: Mapping[int, float] | None = None,
         constraint: Constraint | None = None,
     ):
         """take: called with each token as it is read, and its score if asked for; returns whether the
         text ends there. n: tokens at most; below 0 as many as fit. eos: ids that end the text; with
         ignore_eos they are never sampled. progress: called with the number of tokens of the prompt that
         are done, and the total. scores: note each token's, with so many of the most probable ones.
-        prompt_scores: called with those of a part of the prompt's tokens, from the second on."""
+        prompt_scores: called with those of a part of the prompt's tokens, from the second on. bias:
+        added to the logits of these ids. constraint: says which tokens may come next."""
         self.prompt = [*prompt]  # the caller may go on using the list
         self.take = take
         self.n = n
@@ -105,6 +100,7 @@ class Sequence:
         self.progress = progress
         self.scores = scores
         self.prompt_scores = prompt_scores
+        self.bias = bias
         self.constraint = constraint
         self.ids = [*prompt]  # the prompt and what was read of the text
         self.timings = Timings()
@@ -124,6 +120,11 @@ class Sequence:
     def starts(self) -> bool:
         """Whether its first token has not been sampled yet."""
         return self.drawn == 0
+
+    @property
+    def wish(self) -> Wish:
+        """How its next token is chosen, but for the constraint."""
+        return Wish(self.sampling, self.mask, self.bias, len(self.prompt))
 
     @property
     def plain(self) -> bool:
@@ -467,16 +468,19 @@ class Engine:
         """Make these segments a pass's, and the settings of their sequences its sampler's."""
         pass_.take(segments)
         if pass_.sequences != sequences:
-            masks = [s.mask for s in sequences]
-            self.passes.settle(pass_, [s.sampling for s in sequences], masks)
+            self.passes.settle(pass_, [s.wish for s in sequences])
             pass_.sequences = [*sequences]
 
     def _sample(self, pass_: Pass, sequences: list[Sequence]) -> tuple | None:
         """Sample from a pass's logits where more than tokens is asked for. Returns the scores."""
         if any(s.constraint for s in sequences):
             self._read_all_but(0)  # what was sampled last decides what may come next
-            masks = [s.constraint.mask() if s.constraint else s.mask for s in sequences]
-            self.passes.settle(pass_, [s.sampling for s in sequences], masks)
+            wishes = [s.wish for s in sequences]
+            for i, s in enumerate(sequences):
+                if s.constraint:
+                    wishes[i] = s.wish._replace(mask=s.constraint.mask())
+            self.passes.settle(pass_, wishes)
+            pass_.sequences = []
         logprobs = None
         k = max((s.scores for s in sequences if s.scores is not None), default=None)
         if k is not None:

@@ -44,7 +44,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from loading.hub import local_checkpoint
 from talk import cli
 from talk.cli import open_session
-from talk.openai import ENDPOINTS, APIError, ModelRequest, error_body, event, parse_request
+from talk.endpoints import ENDPOINTS
+from talk.openai import APIError, ModelRequest, error_body, parse_request
 
 if TYPE_CHECKING:  # they import torch, which takes seconds
     from ranks.processes import Ranks
@@ -127,7 +128,7 @@ class Job:
         self.number = number
         self.request = request
         self.parts = parts
-        self.begun = False  # a part of the answer has been sent
+        self.stream: type[ModelRequest] | None = None  # its kind, once a part has been sent
         self.unsent = b""
         self.sent = 0.0  # when
 
@@ -142,7 +143,7 @@ class Job:
         now = time.perf_counter()
         if not (self.request.is_stream and self.unsent and now > self.sent + PAUSE):
             return None
-        self.begun = True
+        self.stream = type(self.request)
         self.sent = now
         part = Part(self.number, self.unsent, last=False)
         self.unsent = b""
@@ -153,10 +154,10 @@ class Job:
             text.close()
 
 
-def failed(number: int, error: APIError, begun: bool = False) -> Part:
-    """An error as the whole answer or, in a stream that has begun, as its last event."""
+def failed(number: int, error: APIError, begun: type[ModelRequest] | None = None) -> Part:
+    """An error as the whole answer or, in a stream of this kind that has begun, as its last event."""
     body = error_body(error)
-    body = event(body) if begun else to_json(body)
+    body = begun.error_event(body) if begun else to_json(body)
     return Part(number, body, error.status_code)
 
 
@@ -235,9 +236,9 @@ class Desk:
             if summary and not self.quiet:
                 cli.note(summary)
         except APIError as error:
-            last = failed(job.number, error, job.begun)
+            last = failed(job.number, error, job.stream)
         except Exception as error:
-            last = failed(job.number, failure(error, self.debug), job.begun)
+            last = failed(job.number, failure(error, self.debug), job.stream)
         if last:
             self.send(last)
         if last and last.last:
@@ -466,7 +467,8 @@ def require_key(app: ASGIApp, key: str) -> ASGIApp:
     wanted = key.encode()
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
-        header = dict(scope["headers"]).get(b"authorization", b"")
+        headers = dict(scope["headers"])
+        header = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
         scheme, _, given = header.partition(b" ")
         response = app
         has_key = scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), wanted)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,11 +22,13 @@ from weakref import ref
 import torch
 from tqdm import tqdm
 
-from engine import MOST_TEXTS, Engine, Score, Sequence, Timings
+from constraints import Constraint, Grammars
+from engine import Engine, Score, Sequence, Timings
+from grammars import json_grammar
 from loading.checkpoint import Checkpoint, load, open_checkpoint
 from loading.place import DTYPES
 from logprobs import Logprob, PromptScores
-from passes import Passes
+from passes import MOST_TEXTS, Passes
 from ranks.processes import Ranks
 from sampling import Sampling
 from settings import SETTINGS
@@ -53,10 +56,13 @@ class Text:
     """A text as it is generated: what the engine gives its tokens to. It knows nothing of who reads the
     pieces: a Generation that nobody has any more ends the text."""
 
-    def __init__(self, stream: TextStream, eos: Collection[int]):
-        """stream: what turns tokens into text. eos: ids that end it."""
+    def __init__(
+        self, stream: TextStream, eos: Collection[int], constraint: Constraint | None = None
+    ):
+        """stream: what turns tokens into text. eos: ids that end it. constraint: ends it, too."""
         self.stream = stream
         self.eos = eos
+        self.constraint = constraint
         self.pieces: deque[Piece] = deque()
         self.lacking: deque[bool] = deque()  # whether ids go on beyond the text after each of them
         self.tokens = 0  # of the text, with an eos
@@ -78,6 +84,8 @@ class Text:
         self._add(self.stream.push(token), [token])
         if self.stream.stopped:
             self.finish("stop")
+        elif self.constraint and self.constraint.ended:
+            self.finish("eos")
         return self.finished
 
     def finish(self, reason: str = "") -> None:
@@ -195,6 +203,11 @@ class Generation:
         self.close()
 
     @property
+    def stop(self) -> str:
+        """The stop string before which the text ended; empty if it ended for another reason."""
+        return self._text.stream.stop
+
+    @property
     def answered(self) -> bool:
         """Whether there is a text: False if it was interrupted before the first token."""
         return bool(self.ids) or self.ended_by != "interrupt"
@@ -310,6 +323,7 @@ class Session:
         self.load_seconds = time.perf_counter() - start
         # The latest prompts of chats, with their answers: of as many chats as may be in the cache
         self._pasts: deque[Prompt] = deque(maxlen=2 * parallel)
+        self._grammars: Grammars | None = None  # once one is asked for
         self._turn_ends: tuple[set[int], list[str]] | None = None
 
     def generate(
@@ -325,6 +339,12 @@ class Session:
         logprobs: int | None = None,
         echo: bool = False,
         shown: Collection[str] = (),
+        logit_bias: Mapping[int, float] | None = None,
+        min_tokens: int = 0,
+        stop_token_ids: Collection[int] = (),
+        schema: dict | str | None = None,
+        grammar: str | None = None,
+        after: str = "",
         progress: Callable[[int, int], None] | None = None,
         **settings,
     ) -> Generation:
@@ -341,6 +361,10 @@ class Session:
         token, and of so many of the most probable ones at its place; tokens are then decoded one by
         one. echo: the text begins with the prompt, which is the first piece; the prompt's tokens
         then have log-probabilities, too. shown: control tokens that the text does not leave out.
+        logit_bias: what is added to the logits of these ids. min_tokens: the text does not end with
+        an eos before. stop_token_ids: more ids that end it. schema: the text is JSON, as this JSON
+        schema says. grammar: the text is what this grammar says, in Lark. after: both hold for what
+        follows this, such as "</think>".
 
         Raises TypeError for an unknown setting, ValueError for one out of range or for a wrong
         prompt, and model.ContextFull, which is a ValueError, for a prompt longer than the context.
@@ -355,13 +379,20 @@ class Session:
             doubles_bos = prompt[:2] == [self.tokenizer.bos] * 2
         elif echo:
             text = self.tokenizer.decode(prompt)
-        if eos is None:
-            eos = self.eos
+        eos = {*(self.eos if eos is None else eos), *stop_token_ids}
         self.model.check(prompt)
+        self._check_ids([*(logit_bias or ()), *stop_token_ids])
+        if schema is not None:
+            grammar = json_grammar(schema)
+        constraint = None
+        if grammar is not None or min_tokens > 0:
+            constraint = self._constraint(eos, min_tokens, grammar, after)
+            strip_space = strip_space and grammar is None
         self.engine.passes.check_room(len(prompt))
         if logprobs is not None and logprobs < 0:
             raise ValueError(f"logprobs is {logprobs}; it must be 0 or more")
-        written = Text(TextStream(self.tokenizer, strip_space, listed(stop), shown), eos)
+        stream = TextStream(self.tokenizer, strip_space, listed(stop), shown)
+        written = Text(stream, eos, constraint)
         scored = None
         if echo and logprobs is None:
             written.begin_with(text, [])
@@ -375,6 +406,8 @@ class Session:
             eos=eos,
             ignore_eos=ignore_eos,
             progress=progress,
+            bias=logit_bias,
+            constraint=constraint,
             scores=logprobs,
             prompt_scores=scored and scored.add,
         )
@@ -398,6 +431,27 @@ class Session:
         finally:  # one may have failed, or Ctrl-C come
             for text in texts:
                 text.close()
+
+    def _check_ids(self, ids: Collection[int]) -> None:
+        V = self.model.config.vocab_size
+        if wrong := [id for id in ids if not 0 <= id < V]:
+            raise ValueError(f"there is no token {wrong[0]}; the model's are 0 .. {V - 1}")
+
+    def _constraint(
+        self, eos: Collection[int], min_tokens: int, grammar: str | None, after: str
+    ) -> Constraint:
+        """Raises ValueError."""
+        V = self.model.config.vocab_size
+        matcher = None
+        if grammar is not None:
+            if self._grammars is None:
+                ends = set()
+                with suppress(ValueError):  # the template fails
+                    ends, _ = self.turn_ends()
+                self._grammars = Grammars(self.tokenizer, V, self.eos | ends)
+            matcher = self._grammars.matcher(grammar)
+        ends = [id for id in eos if 0 <= id < V]
+        return Constraint(V, ends, min_tokens, matcher, after, self.token_text)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt, in which the names of control tokens stand for these; for an empty

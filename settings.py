@@ -40,7 +40,8 @@ def _row(
 class Sampling:
     """How the next token is chosen. temp 0 is greedy; top_k 0 or -1, top_p 1, min_p 0 and
     repeat_penalty 1 are off. repeat_last_n is how many tokens the penalty looks back on, -1 for
-    all. Another seed gives another text. Raises ValueError for a value out of range."""
+    all. presence_penalty and frequency_penalty, which look at generated tokens alone, are off at 0.
+    Another seed gives another text. Raises ValueError for a value out of range."""
 
     # fmt: off
     temp: float = _row(0.8, 0, INF, "temperature; 0 is greedy", "temperature", "temperature")
@@ -52,6 +53,10 @@ class Sampling:
     repeat_penalty: float = _row(
         1.0, 0.01, 100, "divide the logits of recent tokens; 1 is off", "repetition_penalty")
     repeat_last_n: int = _row(64, -1, INF, "how many tokens are recent; -1: all")
+    presence_penalty: float = _row(
+        0.0, -2, 2, "subtract from the logits of tokens that were generated; 0 is off")
+    frequency_penalty: float = _row(
+        0.0, -2, 2, "subtract as often as a token was generated; 0 is off")
     seed: int = _row(0, 0, (1 << 63) - 1)
     # fmt: on
 

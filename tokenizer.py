@@ -843,9 +843,14 @@ class TextStream:
         whole = [stop for stop in stops if stop]
         self.stops = Stops([*whole, *(self._with_signs(stop) for stop in whole)])
         self.strip_space = strip_space
-        self.stopped = False  # a stop string was found
+        self.stop = ""  # the stop string that was found
         self._utf8 = codecs.getincrementaldecoder("utf-8")(tokenizer.vocabulary.utf8_errors)
         self._pending = ""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self.stop != ""
 
     @property
     def lacks_text(self) -> bool:
@@ -896,7 +901,7 @@ class TextStream:
             end += 1
             stop = self.stops.push(char)
             if stop:
-                self.stopped = True
+                self.stop = self._pending[end - stop : end]
                 end -= stop
                 break
         else:

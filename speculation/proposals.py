@@ -172,6 +172,7 @@ class Draft(Proposer):
         first = sequence.slot.first
         known = min(agreeing(self.known.get(first, []), ids), len(ids) - 1)
         self.known[first] = ids[:known]  # should anything interrupt this
-        guesses = self.own_passes.sample_on(ids, known, first, n, sequence.sampling, self.mask)
+        wish = sequence.wish._replace(mask=self.mask)
+        guesses = self.own_passes.sample_on(ids, known, first, n, wish)
         self.known[first] = ids + guesses[:-1]
         return guesses

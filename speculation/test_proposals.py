@@ -19,7 +19,7 @@ from formats import Matrix
 from loading import checkpoint
 from loading.checkpoint import read_config
 from model import Llama
-from passes import Passes
+from passes import Passes, Wish
 from sampling import Sampling
 from session import Session
 from speculation.proposals import Draft, Lookup, Pacer
@@ -160,7 +160,7 @@ def test_a_draft_keeps_no_token_that_was_not_sampled(exact, steps):
     """steps: how many of its proposals are sampled, and what follows without proposals. It then
     proposes what a new draft of the same text does."""
     ids = [1, 5, 9, 3]
-    text = SimpleNamespace(ids=ids, slot=SimpleNamespace(first=0), sampling=Sampling())
+    text = SimpleNamespace(ids=ids, slot=SimpleNamespace(first=0), wish=Wish(Sampling()))
     draft = drafted(4, copy_module.copy(exact))
     for accepted, others in steps:
         proposals = draft.propose(text, 4)
