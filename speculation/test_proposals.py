@@ -168,12 +168,15 @@ def test_a_draft_keeps_no_token_that_was_not_sampled(exact, steps):
         ids += [*proposals[:accepted], (proposals[-1] + 1) % 300, *others]
 
 
-def test_a_draft_of_several_texts(exact):
+@pytest.mark.parametrize("in_graphs", [False, True])
+def test_a_draft_of_several_texts(exact, monkeypatch, in_graphs):
     """Each has a run of its own in the draft's cache, of which nothing is written beyond the end, and
     proposes as many tokens as a pass has room for. The texts fill their contexts."""
     texts = [[1, 5, 9 + i] for i in range(3)]
     draft = always(Draft(15, Passes(copy_module.copy(exact), 3), exact.config.vocab_size))
     expected = together(Engine(exact, 3), texts, -1)
+    if in_graphs and not ON_GPU:
+        decode_in_graphs(monkeypatch)
     assert all(len(text) == 61 for text in expected)
     assert together(engine_with(exact, draft, 3), texts, -1) == expected
     assert draft.proposed and draft.accepted == draft.proposed, "they are in each other's way"
@@ -220,7 +223,7 @@ def test_draft_of_another_vocabulary(exact, more):
         options = dict(n=50, sampling=flat, eos=[])
         found = list(generate(exact, prompt, engine_with(exact, draft), **options))
         assert found == list(generate(exact, prompt, **options))
-        assert len(proposals) >= 100 and max(proposals) < min(V, V + more)
+        assert len(proposals) >= 50 and max(proposals) < min(V, V + more)
         seen = draft.own_passes.cache.tokens.tolist()
         only_the_model_has = more < 0
         assert seen[:3] == [1, 0 if only_the_model_has else V - 99, 9]

@@ -675,6 +675,22 @@ def test_the_host_is_one_pass_ahead(exact, monkeypatch):
     assert 2 in launched and sum(launched[3:]) == 6, "a pass for each token but the first"
 
 
+def test_padding_stays_where_it_is(exact, monkeypatch):
+    """While three texts move on, the fourth segment of their pass writes to a place of its own."""
+    if not ON_GPU:
+        decode_in_graphs(monkeypatch)
+    prompts = [[1, 5], [9, 5], [8, 5]]
+    engine = Engine(exact, 3)
+    expected = [greedy(exact, prompt, 40) for prompt in prompts]
+    assert together(engine, prompts, 40) == expected
+    pass_, cache = engine.passes.of(4, 4), engine.cache
+    assert pass_.place.tolist()[3:] == [cache.spare] and pass_.segments[3].tolist()[:2] == [
+        cache.spare,
+        0,
+    ]
+    assert pass_.place.tolist()[:3] == [slot.first + 41 for slot in engine.slots]
+
+
 @pytest.mark.parametrize("top_k, other_top_k", [(5, 3), (40, 30)], ids=["listed", "sorted"])
 def test_other_sampling_needs_no_other_graph(top_k, other_top_k, tiny, monkeypatch):
     """A graph is replayed with the arguments of the capture, of which numbers are read anew."""
