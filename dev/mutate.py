@@ -260,6 +260,12 @@ MUTANTS = [
     ),
     Mutant(
         "engine.py",
+        "self._read(self._launched[0])\n            self._launched.popleft()\n",
+        "self._read(self._launched.popleft())\n",
+        "any_company",
+    ),
+    Mutant(
+        "engine.py",
         "while self.waiting and not any(s.starts for s in self.running):",
         "while self.waiting:",
         "choices_of_one_prompt and CPU",
