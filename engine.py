@@ -498,7 +498,8 @@ class Engine:
     def _read_all_but(self, ahead: int) -> None:
         """Read all passes but those that may be running."""
         while len(self._launched) > ahead:
-            self._read(self._launched.popleft())
+            self._read(self._launched[0])
+            self._launched.popleft()
 
     def _read(self, launched: Launched) -> None:
         launched.ended.wait()
@@ -521,7 +522,8 @@ class Engine:
             if launched.scores and s.scores is not None:
                 indices, values, own = (t[i].tolist() for t in launched.scores)
                 scores = Score(own, [*zip(indices, values)][: s.scores])
-            for token in drawn[: count + 1]:
+            # Some have been taken if Ctrl-C came meanwhile
+            for token in drawn[len(s.ids) - start - 1 : count + 1]:
                 self._guarded(s, self._take, s, token, scores)
                 if s.finished:
                     break

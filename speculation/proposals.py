@@ -159,7 +159,7 @@ class Draft(Proposer):
         """passes: the draft's, with slots like the model's. vocab_size: the model's. Of the two
         vocabularies one may be padded further: what the other lacks is never proposed."""
         super().__init__(n)
-        self.passes = passes
+        self.own_passes = passes
         own = passes.model.config.vocab_size
         self.mask = mask_without(range(vocab_size, own), own)
         self.known: dict[int, list[int]] = {}  # the tokens that each slot has evaluated
@@ -167,13 +167,12 @@ class Draft(Proposer):
     def propose(self, sequence: Sequence, n: int) -> list[int]:
         """The draft evaluates what it has not seen of the text, and then what it samples itself; its
         last proposal is not evaluated."""
-        V = self.passes.model.config.vocab_size
+        V = self.own_passes.model.config.vocab_size
         ids = [id if id < V else 0 for id in sequence.ids]  # 0 for what only the model has
         first = sequence.slot.first
         known = min(agreeing(self.known.get(first, []), ids), len(ids) - 1)
         self.known[first] = ids[:known]  # should anything interrupt this
-        guesses = self.passes.sample_on(
-            ids, known, first, n, sequence.wish._replace(mask=self.mask)
-        )
+        wish = sequence.wish._replace(mask=self.mask)
+        guesses = self.own_passes.sample_on(ids, known, first, n, wish)
         self.known[first] = ids + guesses[:-1]
         return guesses
