@@ -15,7 +15,7 @@ import torch
 from hypothesis import strategies as st
 
 from formats import Matrix
-from loading import checkpoint
+from loading import place
 from loading.checkpoint import read_config
 from model import Llama, State, generate
 from sampling import Sampling
@@ -191,7 +191,7 @@ def test_draft_of_a_smaller_vocabulary(exact):
 def test_memory_of_a_draft_is_that_of_the_models_context(tiny, copy, monkeypatch):
     sizes = []
     edit(copy / "config.json", max_position_embeddings=128)
-    monkeypatch.setattr(checkpoint, "check_memory", lambda *args: sizes.append(args[3]))
+    monkeypatch.setattr(place, "check_memory", lambda *args: sizes.append(args[3]))
     Session(tiny, draft=copy, device="cpu")
     assert sizes == [256, 256]
 
