@@ -384,7 +384,7 @@ MUTANTS = [
         "(0 * share + 1 / factor)",
         "places_of_rope",
     ),
-    Mutant("loading/hugging_face.py", ' or f.ids("eos_token_id", vocab_size)', "", "config_eos"),
+    Mutant("loading/hugging_face.py", " or ids_in(f, name, vocab_size, notes)", "", "config_eos"),
     Mutant("loading/rope.py", "older | newer | last", "last | older | newer", "places_of_rope"),
     Mutant(
         "loading/layouts.py",
@@ -420,7 +420,7 @@ MUTANTS = [
         "config_fields_and_defaults",
     ),
     Mutant(
-        "loading/checkpoint.py",
+        "loading/place.py",
         "    ctx_size = ctx_size or config.max_seq_len",
         "    ctx_size = ctx_size or min(config.max_seq_len, 4096)",
         "size_of_the_context",
