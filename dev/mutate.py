@@ -179,7 +179,6 @@ MUTANTS = [
         "several_texts",
     ),
     Mutant("sampling.py", "torch.where(top_p <= 1,", "torch.where(top_p <= 2,", "several_texts"),
-    Mutant("sampling.py", "if top_p <= 1:", "if top_p <= 2:", "several_texts"),
     Mutant("sampling.py", "tl.load(rows + row)", "row", "several_texts"),
     Mutant("sampling.py", "2.0 ** (53 - V.bit_length())", "8.0", "sampling_equals"),
     Mutant("sampling.py", ".masked_fill(ranked < floor, -math.inf)", "", "lowest_logit"),
