@@ -20,18 +20,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import astuple, dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from model import Llama, not_finite
-from passes import MOST_TEXTS, Moment, Pass, Passes, Segment
+from passes import MOST_TEXTS, Moment, Pass, Passes, Segment, Wish
 from products import MAX_FEW
 from sampling import Sampling, mask_without
 from speculation.proposals import Chain, Proposer, agreeing
+
+if TYPE_CHECKING:
+    from constraints import Constraint
 
 CHUNK_BESIDE = 512  # tokens of a prompt at once, while other texts wait for their next one
 SCORES_AT_ONCE = 1 << 22  # logits of a prompt's tokens that are in memory together
@@ -67,16 +70,6 @@ class Score(NamedTuple):
     best: list[tuple[int, float]]  # the most probable tokens at this place, and theirs
 
 
-class Constraint(Protocol):
-    """What tokens may come next, as a schema or a grammar has it."""
-
-    def accept(self, token: int) -> None:
-        """Take note of a token that was sampled."""
-
-    def mask(self) -> Tensor:
-        """int32 [ceil(V / 32)]: a bit for each token that may come next."""
-
-
 class Sequence:
     """One text: a prompt, and how it goes on."""
 
@@ -91,13 +84,15 @@ class Sequence:
         progress: Callable[[int, int], None] | None = None,
         scores: int | None = None,
         prompt_scores: Callable[[list[Score]], None] | None = None,
+        bias: Mapping[int, float] | None = None,
         constraint: Constraint | None = None,
     ):
         """take: called with each token as it is read, and its score if asked for; returns whether the
         text ends there. n: tokens at most; below 0 as many as fit. eos: ids that end the text; with
         ignore_eos they are never sampled. progress: called with the number of tokens of the prompt that
         are done, and the total. scores: note each token's, with so many of the most probable ones.
-        prompt_scores: called with those of a part of the prompt's tokens, from the second on."""
+        prompt_scores: called with those of a part of the prompt's tokens, from the second on. bias:
+        added to the logits of these ids. constraint: says which tokens may come next."""
         self.prompt = [*prompt]  # the caller may go on using the list
         self.take = take
         self.n = n
@@ -108,6 +103,7 @@ class Sequence:
         self.progress = progress
         self.scores = scores
         self.prompt_scores = prompt_scores
+        self.bias = bias
         self.constraint = constraint
         self.ids = [*prompt]  # the prompt and what was read of the text
         self.timings = Timings()
@@ -127,6 +123,11 @@ class Sequence:
     def starts(self) -> bool:
         """Whether its first token has not been sampled yet."""
         return self.drawn == 0
+
+    @property
+    def wish(self) -> Wish:
+        """How its next token is chosen, but for the constraint."""
+        return Wish(self.sampling, self.mask, self.bias, len(self.prompt))
 
     @property
     def plain(self) -> bool:
@@ -206,7 +207,8 @@ class Launched:
     ended: Moment
     sequences: list[Sequence]
     rows: list[Row]  # none if nothing was sampled
-    scores: tuple[Tensor, Tensor, Tensor] | None = None  # see Engine._scored
+    # of each row: the most probable tokens, their log-probabilities, and that of the sampled one
+    scores: tuple[Tensor, Tensor, Tensor] | None = None
     writes: bool = False  # it evaluated no prompt
     waited: bool = False  # the device was idle while proposals were looked for
     # What the device proposed to follow each row, and what it drew there: int32 [2, texts, rows]
@@ -259,6 +261,11 @@ class Engine:
         if sequence.error and not ready():
             raise sequence.error
         return time.perf_counter() - asked
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a further text would not have to wait for a slot."""
+        return len(self.waiting) + len(self.running) < len(self.slots)
 
     @property
     def idle(self) -> bool:
@@ -321,7 +328,8 @@ class Engine:
         common = 0
         best = slot = min(free, key=lambda slot: slot.used)
         if sequence.prompt_scores is None:
-            best = max(self.slots, key=lambda slot: slot.common(prompt))
+            # of equals one that is free, since nothing is copied then
+            best = max(self.slots, key=lambda s: (s.common(prompt), s.sequence is None))
             common = best.common(prompt)
             if best in free and 2 * common >= len(best.tokens):
                 slot = best
@@ -504,8 +512,8 @@ class Engine:
                 self.passes.prefill(s.ids[known : s.pos], known, first)
             self.passes.put(first + s.placed, s.ids[s.placed : s.pos + 1])
         chain.take(sequences)
-        for pass_, masks in chain.sampling:
-            self.passes.settle(pass_, [s.sampling for s in sequences], masks)
+        for pass_, wishes in chain.sampling:
+            self.passes.settle(pass_, wishes)
         self.passes.run(("propose", chain.switches), chain, chain.propose)
 
     def _proposals(self, sequences: list[Sequence]) -> list[list[int]]:
@@ -520,16 +528,19 @@ class Engine:
         """Make these segments a pass's, and the settings of their sequences its sampler's."""
         pass_.take(segments)
         if pass_.sequences != sequences:
-            masks = [s.mask for s in sequences]
-            self.passes.settle(pass_, [s.sampling for s in sequences], masks)
+            self.passes.settle(pass_, [s.wish for s in sequences])
             pass_.sequences = [*sequences]
 
     def _sample(self, pass_: Pass, sequences: list[Sequence]) -> tuple | None:
         """Sample from a pass's logits where more than tokens is asked for. Returns the scores."""
         if any(s.constraint for s in sequences):
             self._read_all_but(0)  # what was sampled last decides what may come next
-            masks = [s.constraint.mask() if s.constraint else s.mask for s in sequences]
-            self.passes.settle(pass_, [s.sampling for s in sequences], masks)
+            wishes = [s.wish for s in sequences]
+            for i, s in enumerate(sequences):
+                if s.constraint:
+                    wishes[i] = s.wish._replace(mask=s.constraint.mask())
+            self.passes.settle(pass_, wishes)
+            pass_.sequences = []
         logprobs = None
         k = max((s.scores for s in sequences if s.scores is not None), default=None)
         if k is not None:
@@ -547,7 +558,8 @@ class Engine:
     def _read_all_but(self, ahead: int) -> None:
         """Read all passes but those that may be running."""
         while len(self._launched) > ahead:
-            self._read(self._launched.popleft())
+            self._read(self._launched[0])
+            self._launched.popleft()
 
     def _read(self, launched: Launched) -> None:
         launched.ended.wait()
@@ -562,29 +574,32 @@ class Engine:
                 place = s.slot.first + start + 1
                 drawn = self.cache.drawn[place : place + 1 + len(proposals)].tolist()
             else:
-                proposals, drawn = launched.verified[:, i].tolist()
-                proposals.pop()  # of what follows the last row, nothing was proposed
+                (*proposals, _), drawn = launched.verified[:, i].tolist()
+                if start is None:
+                    start = s.pos
+                    launched.rows[i] = Row(s, start)  # should Ctrl-C come
             count = agreeing(proposals, drawn)
-            if start is None or s.pos == start:  # with proposals: what counts is known only now
+            if s.pos == start:  # with proposals: what counts is known only now
                 s.pos += count + 1
                 s.placed = s.pos
                 s.drawn += count + 1
-            if launched.verified is not None:
-                self.proposer.note(s.slot.first, s.pos)
+                if launched.verified is not None:
+                    self.proposer.note(s.slot.first, s.pos)
+            scores = None
+            if launched.scores and s.scores is not None:
+                indices, values, own = (t[i].tolist() for t in launched.scores)
+                scores = Score(own, [*zip(indices, values)][: s.scores])
+            # Some have been taken if Ctrl-C came meanwhile
+            for token in drawn[len(s.ids) - start - 1 : count + 1]:
+                self._guarded(s, self._take, s, token, scores)
+                if s.finished:
+                    break
             s.timings.passes += launched.writes
             s.timings.proposed += len(proposals)
             s.timings.accepted += count
             texts += 1
             proposed += len(proposals)
             accepted += count
-            scores = None
-            if launched.scores and s.scores is not None:
-                indices, values, own = (t[i].tolist() for t in launched.scores)
-                scores = Score(own, [*zip(indices, values)][: s.scores])
-            for token in drawn[: count + 1]:
-                self._guarded(s, self._take, s, token, scores)
-                if s.finished:
-                    break
         if self.proposer and launched.writes and texts:
             self.proposer.record(texts, proposed, accepted, seconds, launched.waited)
 

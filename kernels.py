@@ -88,10 +88,9 @@ def _embedding_kernel(
 ):
     gdc_launch_dependents(PDL)
     offs_c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    t = tl.program_id(0)
-    at = tl.load(place + t)
     gdc_wait(PDL)
-    token = tl.load(tokens + at).to(tl.int64)
+    t = tl.program_id(0)
+    token = tl.load(tokens + tl.load(place + t)).to(tl.int64)
     mask = offs_c < C
     pointers = out + t * C + offs_c
     tl.store(pointers, tl.load(table + token * C + offs_c, mask=mask), mask=mask)

@@ -10,7 +10,7 @@ and proposals that are checked are all passes: segments of sequences, with rows 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -86,6 +86,15 @@ class Segment(NamedTuple):
     first: int  # the place of the sequence's position 0
     start: int  # the position of the first of these tokens
     count: int
+
+
+class Wish(NamedTuple):
+    """How the next token of a sequence is chosen."""
+
+    sampling: Sampling
+    mask: Tensor | None = None  # int32 [ceil(V / 32)]: a bit for each token that may be; None: all
+    bias: Mapping[int, float] | None = None  # added to the logits of these ids
+    begins: int = 0  # where its text begins: how many tokens the prompt has
 
 
 class Pass:
@@ -251,16 +260,21 @@ class Passes:
             known = on_its_way([max(id, 0) for id in ids], torch.int32, tokens.device)
             tokens[place : place + len(ids)].copy_(known, non_blocking=True)
 
-    def settle(self, pass_: Pass, settings: list[Sampling], masks: list[Tensor | None]) -> None:
-        """Give the rows of each segment its settings, and the mask of what it may sample."""
+    def settle(self, pass_: Pass, wishes: list[Wish]) -> None:
+        """Give the rows of each segment its settings."""
         V = self.model.config.vocab_size
-        settings = [each for each in settings for _ in range(pass_.longest)]
-        all_masks = None
-        if any(mask is not None for mask in masks):
+        rows = [wish for wish in wishes for _ in range(pass_.longest)]
+        masks = biases = None
+        if any(wish.mask is not None for wish in rows):
             every = mask_without((), V)
-            masks = [every if mask is None else mask for mask in masks]
-            all_masks = torch.stack([mask for mask in masks for _ in range(pass_.longest)])
-        pass_.sampler.set(settings, all_masks)
+            masks = torch.stack([every if wish.mask is None else wish.mask for wish in rows])
+        if any(wish.bias for wish in rows):
+            biases = torch.zeros(len(rows), V)
+            for row, wish in zip(biases, rows):
+                for id, bias in (wish.bias or {}).items():
+                    row[id] = bias
+        settings = [wish.sampling for wish in rows]
+        pass_.sampler.set(settings, masks, biases, [wish.begins for wish in rows])
         pass_.switches = pass_.sampler.switches(V)
 
     # What a pass may do
@@ -368,15 +382,14 @@ class Passes:
         known: int,
         first: int,
         n: int,
-        sampling: Sampling,
-        mask: Tensor | None,
+        wish: Wish,
     ) -> list[int]:
         """The n tokens that follow ids, of which the first `known` have been evaluated, in the run that
         begins at the place `first`."""
         self.prefill(ids[known:], known, first)
         pass_ = self.of(1, 1)
         pass_.take([Segment(first, len(ids) - 1, 1)])
-        self.settle(pass_, [sampling], [mask])
+        self.settle(pass_, [wish])
         pass_.sequences = []
         self.sample(pass_)
         for _ in range(n - 1):

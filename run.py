@@ -259,7 +259,7 @@ def converse(
 
 
 def save(args: argparse.Namespace) -> None:
-    from loading.save import save as save_model
+    from loading.checkpoint import save as save_model
 
     with ending_cleanly():
         file = save_model(
@@ -280,8 +280,6 @@ def save(args: argparse.Namespace) -> None:
 
 def summary(args: argparse.Namespace, session: Session) -> str:
     """What is about to run, in two or three lines."""
-    from loading.config import read_sampling
-
     model = session.model
     checkpoint = model.checkpoint
     c = checkpoint.config
@@ -305,7 +303,7 @@ def summary(args: argparse.Namespace, session: Session) -> str:
     ]
     own = [
         f"{name.replace('_', '-')} {value:g}"
-        for name, value in read_sampling(checkpoint.folder, sampling_flags(args)).items()
+        for name, value in checkpoint.sampling(sampling_flags(args)).items()
     ]
     if own:
         lines.append(f"sampling  {', '.join(own)} (from the checkpoint; flags override it)")

@@ -18,17 +18,17 @@ To add a setting, touch three files. Its flags, the field of requests and the re
 generation_config.json come from its row.
 
 1. settings.py: its row in Sampling, and in the docstring which value is off.
-2. sampling.py: _choose_ref, which says what it does; `numbers` and the names of its places, with
-which kernels load it; the kernels, of which _sample_best_kernel changes logits, and _draw and the
-two that call it filter them. If it costs time when it is off, also a field of Switches, and its
-value in Sampler.switches.
+2. sampling.py: _choose_ref, which says what it does, or adjust_ref, for what comes first;
+`numbers` and the names of its places, with which kernels load it; the kernels, of which
+_sample_best_kernel changes logits, and _draw and the two that call it filter them. If it costs time
+when it is off, also a field of Switches, and its value in Sampler.switches.
 3. tests/: its values in test_sampling_equals_the_reference, its default in
 test_flags_that_are_not_given."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -76,16 +76,18 @@ def top_k(s: Sampling) -> int:
 
 
 def numbers(s: Sampling) -> list[float]:
-    """The numbers that kernels load, in the order of TEMP to NOISE below."""
+    """The numbers that kernels load, in the order of TEMP to FREQUENCY below."""
     top_p = s.top_p if s.top_p < 1 else OFF
     log_min_p = math.log(s.min_p) if s.min_p > 0 else -math.inf
     # Beside rows that draw, a greedy one draws as well, but nothing is added to its logits
     noise = 0.0 if s.temp == 0 else 1.0
-    return [temperature(s), top_k(s), top_p, log_min_p, s.repeat_penalty, window(s), noise]
+    penalties = [s.repeat_penalty, window(s), s.presence_penalty, s.frequency_penalty]
+    return [temperature(s), top_k(s), top_p, log_min_p, noise, *penalties]
 
 
-COUNT = constexpr(7)
-TEMP, TOP_K, TOP_P, LOG_MIN_P, PENALTY, WINDOW, NOISE = map(constexpr, range(7))
+COUNT = constexpr(9)
+TEMP, TOP_K, TOP_P, LOG_MIN_P, NOISE, PENALTY, WINDOW = map(constexpr, range(7))
+PRESENCE, FREQUENCY = 7, 8  # of which kernels know nothing
 GREEDY = Sampling(temp=0)
 
 
@@ -102,6 +104,8 @@ class Switches(NamedTuple):
 
     greedy: bool  # for all rows
     masked: bool
+    biased: bool
+    counted: bool  # penalties of tokens that the text has had
     penalty: bool
     top_k: bool
     top_p: bool
@@ -120,23 +124,40 @@ class Sampler:
         # int32 [rows, ceil(V / 32)]: a bit for each token that may be drawn. Logits of others become
         # BANNED. None if all may
         self.masks: Tensor | None = None
+        # float32 [rows, V]: added to the logits. None if nothing is
+        self.biases: Tensor | None = None
+        # int32 [rows]: how many tokens of each sequence are its prompt
+        self.begins = torch.zeros(rows, dtype=torch.int32, device=device)
         self.set([])
 
-    def set(self, settings: list[Sampling], masks: Tensor | None = None) -> None:
+    def set(
+        self,
+        settings: list[Sampling],
+        masks: Tensor | None = None,
+        biases: Tensor | None = None,
+        begins: Sequence[int] = (),
+    ) -> None:
         """Give the first rows these settings, and the rest neutral ones, without waiting for the
-        device. masks: int32 [len(settings), ceil(V / 32)] on the host, or None."""
+        device. masks, biases and begins: for these rows, on the host."""
         rows = len(self.settings)
         assert len(settings) <= rows, (len(settings), rows)
         self.settings = [*settings, *[GREEDY] * (rows - len(settings))]
         own = [numbers(s) for s in self.settings]
         _send(torch.tensor(own, dtype=torch.float32), self.numbers)
         _send(torch.tensor([s.seed for s in self.settings]), self.seeds)
-        if masks is None:
-            self.masks = None
-            return
-        self.masks = self.scratch.zeros("masks", rows, masks.shape[1], dtype=torch.int32)
-        _send(masks, self.masks[: len(masks)])
-        self.masks[len(masks) :] = -1
+        begins = [*begins, *[0] * (rows - len(begins))]
+        _send(torch.tensor(begins, dtype=torch.int32), self.begins)
+        self.masks = self._rows("masks", masks, -1)
+        self.biases = self._rows("biases", biases, 0)
+
+    def _rows(self, name: str, given: Tensor | None, neutral: int) -> Tensor | None:
+        """A tensor for all rows, with what is given for the first ones."""
+        if given is None:
+            return None
+        rows = self.scratch.zeros(name, len(self.settings), given.shape[1], dtype=given.dtype)
+        _send(given, rows[: len(given)])
+        rows[len(given) :] = neutral
+        return rows
 
     def switches(self, V: int) -> Switches:
         """What is on, given V logits."""
@@ -146,8 +167,9 @@ class Sampler:
         uses_top_p = any(s.top_p < 1 for s in drawing)
         lists = uses_top_k and max(map(top_k, drawing)) <= -(-V // _block(V))
         sorts = (uses_top_k or uses_top_p) and not lists
-        masked = self.masks is not None
-        return Switches(not drawing, masked, penalty, uses_top_k, uses_top_p, sorts)
+        counted = any(s.presence_penalty != 0 or s.frequency_penalty != 0 for s in self.settings)
+        asked = (self.masks is not None, self.biases is not None, counted)
+        return Switches(not drawing, *asked, penalty, uses_top_k, uses_top_p, sorts)
 
 
 def _send(values: Tensor, to: Tensor) -> None:
@@ -177,10 +199,16 @@ def sample_ref(logits: Tensor, pass_: PassView) -> None:
     rows = range(len(pass_.place)) if pass_.rows is None else pass_.rows.tolist()
     places, positions = pass_.place.tolist(), pass_.position.tolist()
     for r, (row, own) in enumerate(zip(rows, logits)):
-        if sampler.masks is not None:
-            own.masked_fill_(~_allowed(sampler.masks[r], len(own)), BANNED)
         place = places[row] + 1  # of the token to draw
         history = pass_.tokens[place - positions[row] - 1 : place]
+        if sampler.biases is not None:
+            own += sampler.biases[r]
+        s = sampler.settings[r]
+        if s.presence_penalty != 0 or s.frequency_penalty != 0:
+            counts = torch.bincount(history[sampler.begins[r] :], minlength=len(own))
+            own -= s.frequency_penalty * counts + s.presence_penalty * (counts > 0)
+        if sampler.masks is not None:
+            own.masked_fill_(~_allowed(sampler.masks[r], len(own)), BANNED)
         pass_.drawn[place] = _choose_ref(own, history, sampler.settings[r])
         if pass_.feeds:
             pass_.tokens[place] = pass_.drawn[place].clamp(min=0)
@@ -345,6 +373,26 @@ def _sample_best_kernel(
             _store_token(best, best >> 31 < INF_RANK, chosen_tokens, drawn, place)
     else:
         tl.store(bests + row * PARTS + part, tl.max(l, 0))
+
+
+def _adjust(logits: Tensor, pass_: PassView, on: Switches) -> None:
+    """Add biases to logits [R, V], and take from them what penalties cost the tokens that each text
+    has had. Runs inside a captured graph."""
+    sampler = pass_.sampler
+    if on.biased:
+        logits.add_(sampler.biases)
+    if not on.counted:
+        return
+    place, position = pass_.place, pass_.position
+    if pass_.rows is not None:
+        place, position = place.index_select(0, pass_.rows), position.index_select(0, pass_.rows)
+    at = torch.arange(pass_.size, device=logits.device)
+    own = (at >= sampler.begins[:, None]) & (at <= position[:, None])
+    places = torch.where(own, (place - position)[:, None] + at, 0)
+    ids = pass_.tokens[places].long()
+    counts = torch.zeros_like(logits).scatter_add_(1, ids, own.float())
+    presence, frequency = (sampler.numbers[:, i : i + 1] for i in (PRESENCE, FREQUENCY))
+    logits.sub_(frequency * counts + presence * (counts > 0))
 
 
 def _find_floors(logits: Tensor, numbers: Tensor, on: Switches, floors: Tensor) -> None:
@@ -528,6 +576,8 @@ def sample(logits: Tensor, pass_: PassView) -> None:
         sizes = dict(V=V, BLOCK=block, PARTS=parts)
         launch(kernel, grid, logits.device, logits, bests, *args, **constants, **sizes, warps=8)
 
+    if on.biased or on.counted:
+        _adjust(logits, pass_, on)
     copy = zeros("copy", R, V) if on.penalty else None
     args = (copy, winner, arrived, sampler.masks, pass_.tokens, *output, sampler.numbers)
     run(_sample_best_kernel, *args, PENALISE=on.penalty, CHOOSE=on.greedy)

@@ -21,6 +21,7 @@ import os
 import re
 import socket
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -43,15 +44,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from loading.hub import local_checkpoint
 from talk import cli
 from talk.cli import open_session
-from talk.openai import ENDPOINTS, APIError, ModelRequest, error_body, event, parse_request
+from talk.endpoints import ENDPOINTS
+from talk.openai import APIError, ModelRequest, error_body, parse_request
 
 if TYPE_CHECKING:  # they import torch, which takes seconds
     from ranks.processes import Ranks
     from session import Session
 
 BODY_BYTES = 8 << 20
-# Of the bodies of all requests that are not answered yet: as objects of Python they take ten times that
-QUEUE_BYTES = 4 * BODY_BYTES
+QUEUE_BYTES = 4 * BODY_BYTES  # of the bodies of all requests that are not answered yet
 LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"  # origins that are always allowed
 HEALTH = ("/health", "/v1/health")
 # Seconds between two parts of a stream. Each part takes 0.3 ms of the model's time, or more where
@@ -113,20 +114,21 @@ class Part(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What that process passes on: a request, or None for one whose client has gone."""
+    """What that process passes on: a request, or that the client of one has gone."""
 
     number: int
-    request: ModelRequest | None
+    kind: type[ModelRequest] | None  # None: the client has gone
+    body: bytes = b""
 
 
 class Job:
     """A request that is being answered."""
 
-    def __init__(self, asked: Asked, parts: Iterator[bytes]):
-        self.number = asked.number
-        self.request = asked.request
+    def __init__(self, number: int, request: ModelRequest, parts: Iterator[bytes]):
+        self.number = number
+        self.request = request
         self.parts = parts
-        self.begun = False  # a part of the answer has been sent
+        self.stream: type[ModelRequest] | None = None  # its kind, once a part has been sent
         self.unsent = b""
         self.sent = 0.0  # when
 
@@ -141,21 +143,22 @@ class Job:
         now = time.perf_counter()
         if not (self.request.is_stream and self.unsent and now > self.sent + PAUSE):
             return None
-        self.begun = True
+        self.stream = type(self.request)
         self.sent = now
         part = Part(self.number, self.unsent, last=False)
         self.unsent = b""
         return part
 
-    def failed(self, error: APIError) -> Part:
-        """An error as the whole answer or, in a stream that has begun, as its last event."""
-        body = error_body(error)
-        body = event(body) if self.begun else to_json(body)
-        return Part(self.number, body, error.status_code)
-
     def close(self) -> None:
         for text in self.request.texts:
             text.close()
+
+
+def failed(number: int, error: APIError, begun: type[ModelRequest] | None = None) -> Part:
+    """An error as the whole answer or, in a stream of this kind that has begun, as its last event."""
+    body = error_body(error)
+    body = begun.error_event(body) if begun else to_json(body)
+    return Part(number, body, error.status_code)
 
 
 class Desk:
@@ -176,15 +179,20 @@ class Desk:
         self.pipe = pipe
         self.debug = debug
         self.quiet = quiet
+        self.waiting: deque[Asked] = deque()  # in order of arrival
         self.jobs: dict[int, Job] = {}
 
     def work(self) -> None:
         """Take what clients have asked for, send them what there is, and run a pass."""
         for asked in self.asked():
-            if asked.request:
+            if not asked.kind:
+                self.drop(asked.number)
+            elif asked.kind.writes_text:
+                self.waiting.append(asked)
+            else:
                 self.begin(asked)
-            elif job := self.jobs.pop(asked.number, None):
-                job.close()
+        while self.waiting and self.session.engine.has_room:
+            self.begin(self.waiting.popleft())
         for job in [*self.jobs.values()]:
             self.go_on(job)
         if self.jobs:
@@ -199,16 +207,24 @@ class Desk:
             return []
         return self.session.ranks.broadcast(lambda: found)
 
+    def drop(self, number: int) -> None:
+        """End a request whose client has gone."""
+        self.waiting = deque(asked for asked in self.waiting if asked.number != number)
+        if job := self.jobs.pop(number, None):
+            job.close()
+
     def begin(self, asked: Asked) -> None:
+        number, kind, body = asked
         try:
-            job = Job(asked, parts_of(asked.request, self.session, self.model))
-            for text in asked.request.texts:
+            request = parse_request(body, kind)
+            job = Job(number, request, parts_of(request, self.session, self.model))
+            for text in request.texts:
                 text.begin()
-            self.jobs[asked.number] = job
+            self.jobs[number] = job
         except APIError as error:
-            self.send(Job(asked, iter(())).failed(error))
+            self.send(failed(number, error))
         except Exception as error:
-            self.send(Job(asked, iter(())).failed(failure(error, self.debug)))
+            self.send(failed(number, failure(error, self.debug)))
 
     def go_on(self, job: Job) -> None:
         """Take the parts of an answer that are there, and send them if it is time."""
@@ -222,9 +238,9 @@ class Desk:
             if summary and not self.quiet:
                 cli.note(summary)
         except APIError as error:
-            last = job.failed(error)
+            last = failed(job.number, error, job.stream)
         except Exception as error:
-            last = job.failed(failure(error, self.debug))
+            last = failed(job.number, failure(error, self.debug), job.stream)
         if last:
             self.send(last)
         if last and last.last:
@@ -264,11 +280,12 @@ def failure(error: Exception, debug: bool) -> APIError:
 class Client:
     """A request for the model, and what is still to be sent of the answer."""
 
-    def __init__(self, number: int, request: ModelRequest, size: int):
-        """size: bytes of its body."""
+    def __init__(self, number: int, kind: type[ModelRequest], body: bytes):
+        """Raises APIError. The request itself, which takes ten times the body's memory, is not kept:
+        the process that has the model parses it again when its turn comes."""
         self.number = number
-        self.request = request
-        self.size = size
+        self.is_stream = parse_request(body, kind).is_stream
+        self.asks = Asked(number, kind, body)
         self.parts: asyncio.Queue[Part | None] = asyncio.Queue()  # None: the client has gone
         self.watching: asyncio.Task | None = None  # asyncio's own references are weak
 
@@ -353,8 +370,8 @@ class Frontend:
         if part.last:
             del self.clients[part.number]
 
-    def send(self, number: int, request: ModelRequest | None) -> None:
-        self.sender.submit(self.pipe.send, Asked(number, request))
+    def send(self, asked: Asked) -> None:
+        self.sender.submit(self.pipe.send, asked)
 
     def note_error(self, _: asyncio.AbstractEventLoop, context: dict) -> None:
         """Report what fails outside of a request, such as accepting one when all file descriptors
@@ -372,31 +389,29 @@ class Frontend:
 
     async def answer(self, kind: type[ModelRequest], received: Request) -> ASGIApp:
         try:
-            body = await body_of(received)
-            request = parse_request(body, kind)
+            client = Client(next(self.numbers), kind, await body_of(received))
         except ClientDisconnect:
             return Response()  # nobody reads it
-        self.check_room(len(body))
-        client = Client(next(self.numbers), request, len(body))
+        self.check_room(client)
         self.clients[client.number] = client
-        self.send(client.number, request)
+        self.send(client.asks)
         client.watching = asyncio.create_task(self.watch(client, received))
         first = await client.parts.get()
         if first is None:
             return Response()
-        if client.request.is_stream and first.status == 200:
+        if client.is_stream and first.status == 200:
             response = StreamingResponse(bodies(first, client.parts), headers=STREAM_HEADERS)
             # without starlette's own watch, whose group of tasks takes half a millisecond to begin
             return lambda scope, receive, send: response.stream_response(send)
         return Response(first.body, first.status, media_type="application/json")
 
-    def check_room(self, size: int) -> None:
-        """Raise APIError if a request of so many bytes cannot wait."""
-        held = sum(client.size for client in self.clients.values())
+    def check_room(self, client: Client) -> None:
+        """Raise APIError if a client cannot wait."""
+        size = sum(len(each.asks.body) for each in [*self.clients.values(), client])
         full = ""
         if len(self.clients) >= self.most:
             full = f"queue of {self.queue_limit}"
-        elif self.clients and held + size > QUEUE_BYTES:
+        elif self.clients and size > QUEUE_BYTES:
             full = f"queue of {QUEUE_BYTES} bytes"
         if full:
             raise APIError(f"the server is busy, and its {full} is full", 503, "queue_full")
@@ -407,7 +422,7 @@ class Frontend:
             pass
         client.parts.put_nowait(None)
         if self.clients.pop(client.number, None):
-            self.send(client.number, None)
+            self.send(Asked(client.number, None))
 
     async def failed(self, received: Request, error: Exception) -> Response:
         return await error_response(received, failure(error, self.debug))
@@ -454,7 +469,8 @@ def require_key(app: ASGIApp, key: str) -> ASGIApp:
     wanted = key.encode()
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
-        header = dict(scope["headers"]).get(b"authorization", b"")
+        headers = dict(scope["headers"])
+        header = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
         scheme, _, given = header.partition(b" ")
         response = app
         has_key = scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), wanted)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,15 +22,17 @@ from weakref import ref
 import torch
 from tqdm import tqdm
 
-from engine import MOST_TEXTS, Engine, Score, Sequence, Timings
-from loading.checkpoint import Checkpoint, find_checkpoint, load, read_config
+from constraints import Constraint, Grammars
+from engine import Engine, Score, Sequence, Timings
+from grammars import json_grammar
+from loading.checkpoint import Checkpoint, load, open_checkpoint
 from loading.place import DTYPES
 from logprobs import Logprob, PromptScores
-from passes import Passes
+from passes import MOST_TEXTS, Passes
 from ranks.processes import Ranks
 from sampling import Sampling
-from settings import SETTINGS
-from speculation.head_file import HeadFile, find_draft, is_head
+from settings import SETTINGS, Options
+from speculation.head_file import HeadFile, find_head
 from speculation.heads import Head
 from speculation.proposals import Draft, Lookup
 from tokenizer import Prompt, TextStream, Tokenizer
@@ -55,10 +58,13 @@ class Text:
     """A text as it is generated: what the engine gives its tokens to. It knows nothing of who reads the
     pieces: a Generation that nobody has any more ends the text."""
 
-    def __init__(self, stream: TextStream, eos: Collection[int]):
-        """stream: what turns tokens into text. eos: ids that end it."""
+    def __init__(
+        self, stream: TextStream, eos: Collection[int], constraint: Constraint | None = None
+    ):
+        """stream: what turns tokens into text. eos: ids that end it. constraint: ends it, too."""
         self.stream = stream
         self.eos = eos
+        self.constraint = constraint
         self.pieces: deque[Piece] = deque()
         self.lacking: deque[bool] = deque()  # whether ids go on beyond the text after each of them
         self.tokens = 0  # of the text, with an eos
@@ -80,6 +86,8 @@ class Text:
         self._add(self.stream.push(token), [token])
         if self.stream.stopped:
             self.finish("stop")
+        elif self.constraint and self.constraint.ended:
+            self.finish("eos")
         return self.finished
 
     def finish(self, reason: str = "") -> None:
@@ -197,6 +205,11 @@ class Generation:
         self.close()
 
     @property
+    def stop(self) -> str:
+        """The stop string before which the text ended; empty if it ended for another reason."""
+        return self._text.stream.stop
+
+    @property
     def answered(self) -> bool:
         """Whether there is a text: False if it was interrupted before the first token."""
         return bool(self.ids) or self.ended_by != "interrupt"
@@ -239,16 +252,8 @@ class Session:
         self,
         model: str | Path,
         *,
-        dtype: str | torch.dtype = "auto",
-        device: str = "auto",
-        ctx_size: int | None = None,
-        backend: str = "auto",
-        format: str | None = None,
-        kv_fp8: bool = False,
-        accumulate: str = "auto",
         sampling: dict[str, float] | None = None,
         chat_template: str | None = None,
-        threads: int | None = None,
         lookup: int | None = None,
         draft: str | None = None,
         draft_max: int = 4,
@@ -256,24 +261,26 @@ class Session:
         parallel: int = 1,
         quiet: bool = False,
         ranks: Ranks = Ranks(),
+        **options,
     ):
-        """model: a folder, a GGUF file, or a repository of the hub. dtype to sampling, quiet and
-        ranks: see checkpoint.load. chat_template: a name or a file, instead of the checkpoint's
-        own. threads: of the CPU; by default one for a small model, otherwise one per core. lookup:
-        propose so many tokens from earlier in the text. draft: a smaller model, or a head that was
-        trained for this one, which proposes draft_max tokens. draft_always: also where proposals cost
-        more time than they save. parallel: how many texts may be written at once, each with a context of
+        """model: a folder, a GGUF file, or a repository of the hub. options: how it is run, see
+        settings.Options; dtype may also be torch's. sampling, quiet and ranks: see
+        checkpoint.load. chat_template: a name or a file, instead of the checkpoint's own. lookup:
+        propose so many tokens from earlier in the text. draft: a smaller model, or a head that
+        was trained for this one, which proposes draft_max tokens. draft_always: also where proposals
+        cost more time than they save. parallel: how many texts may be written at once, each with a context of
         its own. Raises ValueError, OSError or MemoryError with a message of one line."""
         start = time.perf_counter()
-        checkpoint = Checkpoint(find_checkpoint(model))
+        if "dtype" in options:
+            options["dtype"] = dtype_name(options["dtype"])
+        threads = Options(**options).threads
+        checkpoint = open_checkpoint(model)
         config = checkpoint.config
         # Opened before the weights, which may take minutes, so that its errors come at once
         self.tokenizer = Tokenizer(
             checkpoint.folder, config.vocab_size, config.bos_id, chat_template
         )
-        if threads is not None:
-            if threads < 1:
-                raise ValueError(f"threads is {threads}; it must be 1 or more")
+        if threads:
             torch.set_num_threads(threads)
         if not 1 <= parallel <= MOST_TEXTS:
             raise ValueError(f"parallel is {parallel}; it must be from 1 to {MOST_TEXTS}")
@@ -282,26 +289,15 @@ class Session:
         # Ranks would disagree about when proposals pay off
         if (lookup or draft) and ranks.size > 1:
             raise ValueError(f"lookup and draft run in one process, not in {ranks.size}")
-        head = None
-        if draft:
-            draft = find_draft(draft)
-            if is_head(draft):
-                head = HeadFile(draft, checkpoint.folder, config)
-            else:
-                check_draft(draft, self.tokenizer, config.vocab_size)
+        head = smaller = None
+        if draft and (folder := find_head(draft)):
+            head = HeadFile(folder, checkpoint.folder, config)
+        elif draft:
+            smaller = open_checkpoint(draft)
+            check_draft(draft, smaller, self.tokenizer, config.vocab_size)
         self.ranks = ranks
-        options = dict(
-            dtype=dtype_name(dtype),
-            device=device,
-            backend=backend,
-            format=format,
-            kv_fp8=kv_fp8,
-            accumulate=accumulate,
-            sampling=sampling,
-            quiet=quiet,
-            ranks=ranks,
-        )
-        self.model = load(checkpoint, ctx_size=ctx_size, **options)
+        options |= dict(sampling=sampling, quiet=quiet, ranks=ranks)
+        self.model = load(checkpoint, **options)
         if not threads and self.model.device.type == "cpu" and self.model.suits_one_thread:
             torch.set_num_threads(1)
         self.eos: set[int] = {*config.eos_ids, self.tokenizer.eos} - {-1}
@@ -312,9 +308,9 @@ class Session:
         if head:
             weights = head.load(self.model)
             self.engine.proposer = Head(draft_max, self.engine.passes, weights)
-        elif draft:
-            model = load(draft, ctx_size=self.ctx_size, **options)
-            passes = Passes(model, parallel, self.ctx_size)
+        if smaller:
+            options["ctx_size"] = self.ctx_size  # as long as the model's
+            passes = Passes(load(smaller, **options), parallel)
             self.engine.proposer = Draft(draft_max, passes, config.vocab_size)
         if self.engine.proposer:
             self.engine.proposer.always = draft_always
@@ -323,6 +319,7 @@ class Session:
         self.load_seconds = time.perf_counter() - start
         # The latest prompts of chats, with their answers: of as many chats as may be in the cache
         self._pasts: deque[Prompt] = deque(maxlen=2 * parallel)
+        self._grammars: Grammars | None = None  # once one is asked for
         self._turn_ends: tuple[set[int], list[str]] | None = None
 
     def generate(
@@ -338,6 +335,12 @@ class Session:
         logprobs: int | None = None,
         echo: bool = False,
         shown: Collection[str] = (),
+        logit_bias: Mapping[int, float] | None = None,
+        min_tokens: int = 0,
+        stop_token_ids: Collection[int] = (),
+        schema: dict | str | None = None,
+        grammar: str | None = None,
+        after: str = "",
         progress: Callable[[int, int], None] | None = None,
         **settings,
     ) -> Generation:
@@ -354,6 +357,10 @@ class Session:
         token, and of so many of the most probable ones at its place; tokens are then decoded one by
         one. echo: the text begins with the prompt, which is the first piece; the prompt's tokens
         then have log-probabilities, too. shown: control tokens that the text does not leave out.
+        logit_bias: what is added to the logits of these ids. min_tokens: the text does not end with
+        an eos before. stop_token_ids: more ids that end it. schema: the text is JSON, as this JSON
+        schema says. grammar: the text is what this grammar says, in Lark. after: both hold for what
+        follows this, such as "</think>".
 
         Raises TypeError for an unknown setting, ValueError for one out of range or for a wrong
         prompt, and model.ContextFull, which is a ValueError, for a prompt longer than the context.
@@ -368,13 +375,20 @@ class Session:
             doubles_bos = prompt[:2] == [self.tokenizer.bos] * 2
         elif echo:
             text = self.tokenizer.decode(prompt)
-        if eos is None:
-            eos = self.eos
+        eos = {*(self.eos if eos is None else eos), *stop_token_ids}
         self.model.check(prompt)
+        self._check_ids([*(logit_bias or ()), *stop_token_ids])
+        if schema is not None:
+            grammar = json_grammar(schema)
+        constraint = None
+        if grammar is not None or min_tokens > 0:
+            constraint = self._constraint(eos, min_tokens, grammar, after)
+            strip_space = strip_space and grammar is None
         self.engine.passes.check_room(len(prompt))
         if logprobs is not None and logprobs < 0:
             raise ValueError(f"logprobs is {logprobs}; it must be 0 or more")
-        written = Text(TextStream(self.tokenizer, strip_space, listed(stop), shown), eos)
+        stream = TextStream(self.tokenizer, strip_space, listed(stop), shown)
+        written = Text(stream, eos, constraint)
         scored = None
         if echo and logprobs is None:
             written.begin_with(text, [])
@@ -388,6 +402,8 @@ class Session:
             eos=eos,
             ignore_eos=ignore_eos,
             progress=progress,
+            bias=logit_bias,
+            constraint=constraint,
             scores=logprobs,
             prompt_scores=scored and scored.add,
         )
@@ -411,6 +427,27 @@ class Session:
         finally:  # one may have failed, or Ctrl-C come
             for text in texts:
                 text.close()
+
+    def _check_ids(self, ids: Collection[int]) -> None:
+        V = self.model.config.vocab_size
+        if wrong := [id for id in ids if not 0 <= id < V]:
+            raise ValueError(f"there is no token {wrong[0]}; the model's are 0 .. {V - 1}")
+
+    def _constraint(
+        self, eos: Collection[int], min_tokens: int, grammar: str | None, after: str
+    ) -> Constraint:
+        """Raises ValueError."""
+        V = self.model.config.vocab_size
+        matcher = None
+        if grammar is not None:
+            if self._grammars is None:
+                ends = set()
+                with suppress(ValueError):  # the template fails
+                    ends, _ = self.turn_ends()
+                self._grammars = Grammars(self.tokenizer, V, self.eos | ends)
+            matcher = self._grammars.matcher(grammar)
+        ends = [id for id in eos if 0 <= id < V]
+        return Constraint(V, ends, min_tokens, matcher, after, self.token_text)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt, in which the names of control tokens stand for these; for an empty
@@ -527,16 +564,16 @@ def replace_settings(sampling: Sampling, settings: dict[str, float]) -> Sampling
     return replace(sampling, **settings)
 
 
-def check_draft(folder: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
+def check_draft(name: str, draft: Checkpoint, tokenizer: Tokenizer, vocab_size: int) -> None:
     """Raise ValueError if a draft has other tokens. How many unused ones pad its vocabulary does
     not matter."""
-    config = read_config(folder)
-    other = Tokenizer(folder, config.vocab_size, config.bos_id)
+    config = draft.config
+    other = Tokenizer(draft.folder, config.vocab_size, config.bos_id)
     ids = range(max(config.vocab_size, vocab_size))
     differs = any(other.bytes_of(i) != tokenizer.bytes_of(i) for i in ids)
     if differs or other.control != tokenizer.control:
         what = "has a different vocabulary from the model's"
-        raise ValueError(f"the draft {folder} {what}: it cannot propose tokens for it")
+        raise ValueError(f"the draft {name} {what}: it cannot propose tokens for it")
 
 
 # ---- a conversation

@@ -12,17 +12,19 @@ by a message. None of this needs torch."""
 import codecs
 import functools
 import json
+import os
 import re
 import secrets
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
 
-from loading.files import one_line, one_line_errors, read_bytes, read_json
-from loading.gguf import TURN_MARKS, read_header, tokenizer_files
+from loading.files import one_line, one_line_errors, read_bytes, read_json, read_text
+from loading.gguf import read_header
+from loading.gguf_tokenizer import QWEN2, TURN_MARKS, tokenizer_files
 from loading.hub import find_gguf
 from loading.templates import find_template, named_template, render
 
@@ -292,13 +294,35 @@ def content_of(token: object) -> str | None:
 @contextmanager
 def panics_are_errors(what: str) -> Iterator[None]:
     """Make a ValueError of whatever the library raises inside: what it cannot do is often a
-    PanicException, which is no Exception."""
+    PanicException, which is no Exception, and of which Rust writes lines to stderr before."""
     try:
-        yield
+        with native_stderr_to_nowhere():
+            yield
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:
         raise ValueError(one_line(f"{what}: {error}")) from None
+
+
+@contextmanager
+def native_stderr_to_nowhere() -> Iterator[None]:
+    """Let what libraries write to file descriptor 2 go nowhere. It takes a microsecond or two."""
+    try:
+        saved = os.dup(2)
+    except OSError:  # it is closed
+        yield
+        return
+    try:
+        os.dup2(nowhere(), 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+
+
+@functools.cache
+def nowhere() -> int:
+    return os.open(os.devnull, os.O_WRONLY)
 
 
 class TokenizerJson(Vocabulary):
@@ -410,8 +434,9 @@ BYTE_LEVEL = {chr(byte): byte for byte in VISIBLE} | {
 
 
 def tokenizer_file(folder: Path) -> Path:
-    """tokenizer.json or tokenizer.model of a folder, in transformers' order. Meta's layout may have
-    the latter in the folder's parent. Raises OSError, ValueError."""
+    """tokenizer.json or tokenizer.model of a folder, in transformers' order, or vocab.json, which has
+    merges.txt beside it. Meta's layout may have tokenizer.model in the folder's parent. Raises
+    OSError, ValueError."""
     whole = folder / "tokenizer.json"
     files = [folder / "tokenizer.model"]
     if not (folder / "config.json").is_file():  # Meta's layout
@@ -424,7 +449,39 @@ def tokenizer_file(folder: Path) -> Path:
         return files[0]
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder {folder} here")
-    raise FileNotFoundError(f"{folder} holds no tokenizer.model and no tokenizer.json")
+    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        return folder / "vocab.json"
+    lacks = f"{folder} holds no tokenizer.model and no tokenizer.json"
+    if (folder / "tekken.json").is_file():
+        lacks += "; of tekken.json, which it has, take the version in Hugging Face's layout or GGUF"
+    raise FileNotFoundError(lacks)
+
+
+def of_two_files(vocab: dict, folder: Path, config: dict) -> dict:
+    """The tokenizer.json that transformers makes of vocab.json and merges.txt. Raises OSError,
+    ValueError."""
+    kind = str(config.get("tokenizer_class")).removesuffix("Fast")
+    if kind not in ("GPT2Tokenizer", "Qwen2Tokenizer"):
+        remedy = "save it by transformers' AutoTokenizer, which writes a tokenizer.json"
+        raise ValueError(f"{folder} has vocab.json and merges.txt of {kind}: {remedy}")
+    is_qwen = kind == "Qwen2Tokenizer"
+    lines = read_text(folder / "merges.txt").splitlines()
+    byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True)
+    cuts = [byte_level | {"use_regex": not is_qwen}]
+    if is_qwen:
+        split = dict(type="Split", pattern={"Regex": QWEN2}, behavior="Isolated", invert=False)
+        cuts.insert(0, split)
+    return {
+        "version": "1.0",
+        "normalizer": {"type": "NFC"} if is_qwen else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": cuts},
+        "decoder": byte_level | {"use_regex": True},
+        "model": {
+            "type": "BPE",
+            "vocab": vocab,
+            "merges": [line for line in lines if line and not line.startswith("#version")],
+        },
+    }
 
 
 def as_llama(raw: dict, folder: Path, config: dict) -> None:
@@ -489,6 +546,8 @@ class Tokenizer:
                 # as in transformers, the second is read only of old tokenizers
                 if (folder / name).is_file() and "added_tokens_decoder" not in self.config:
                     self.config |= read_json(folder / name)
+            if file.name == "vocab.json":
+                raw = of_two_files(raw, folder, self.config)
             if isinstance(raw, dict):
                 as_llama(raw, folder, self.config)
         kind = SentencePiece if isinstance(raw, bytes) else TokenizerJson
@@ -508,8 +567,8 @@ class Tokenizer:
         self.control_pattern = any_of(() if as_text else self.control, self.vocabulary.single)
         self.control_names = {id: name for name, id in self.control.items()}
         self._longest = max(map(len, self.control), default=0)
-        self._sorted_names = sorted(self.control)
-        self._sorted_backwards = sorted(name[::-1] for name in self.control)
+        self._names = Beginnings(self.control)
+        self._backwards = Beginnings(name[::-1] for name in self.control)
         self.named = dict(self.vocabulary.named)
         for name in NAMES:
             if text := content_of(self.config.get(name)):
@@ -731,10 +790,11 @@ class Tokenizer:
         end = len(content.rstrip())
         places = {begin for begin, _ in self._control_in(content)}
         for i in range(max(start, end - self._longest), end):
-            if begins_another(content[i:end], self._sorted_names):
+            if content[i] in self._names.first and self._names.has(content[i:end]):
                 places.add(i)
         head = content[start : min(end, start + self._longest)][::-1]
-        if any(begins_another(head[i:], self._sorted_backwards) for i in range(len(head))):
+        lasts = self._backwards
+        if any(head[i] in lasts.first and lasts.has(head[i:]) for i in range(len(head))):
             places.add(start)
         cuts = [0, *sorted(places), len(content)]
         return sentinel.join(content[begin:end] for begin, end in pairwise(cuts))
@@ -758,10 +818,17 @@ def strings_in(value: object) -> Iterator[str]:
                 yield from strings_in(item)
 
 
-def begins_another(text: str, names: list[str]) -> bool:
-    """Whether one of these sorted names begins with the text, and goes on."""
-    i = bisect_right(names, text)
-    return i < len(names) and names[i].startswith(text)
+class Beginnings:
+    """What names begin with, which takes no more memory than they do."""
+
+    def __init__(self, names: Iterable[str]):
+        self._sorted = sorted(names)
+        self.first = {name[0] for name in self._sorted}
+
+    def has(self, text: str) -> bool:
+        """Whether a name begins with the text, and goes on."""
+        i = bisect_right(self._sorted, text)
+        return i < len(self._sorted) and self._sorted[i].startswith(text)
 
 
 def random_digits() -> str:
@@ -811,9 +878,14 @@ class TextStream:
         whole = [stop for stop in stops if stop]
         self.stops = Stops([*whole, *(self._with_signs(stop) for stop in whole)])
         self.strip_space = strip_space
-        self.stopped = False  # a stop string was found
+        self.stop = ""  # the stop string that was found
         self._utf8 = codecs.getincrementaldecoder("utf-8")(tokenizer.vocabulary.utf8_errors)
         self._pending = ""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self.stop != ""
 
     @property
     def lacks_text(self) -> bool:
@@ -864,7 +936,7 @@ class TextStream:
             end += 1
             stop = self.stops.push(char)
             if stop:
-                self.stopped = True
+                self.stop = self._pending[end - stop : end]
                 end -= stop
                 break
         else:

@@ -43,7 +43,7 @@ class Family:
     gguf: str  # its general.architecture in a GGUF file, which families may share
     # For fields that a config.json leaves out: transformers' defaults, if they are not Llama's
     defaults: dict[str, Any] = field(default_factory=dict)
-    # What its folders call tensors differently, by the usual names: those of names.Part
+    # What its folders call tensors differently, by the stems of names.Part
     renames: dict[str, str] = field(default_factory=dict)
     has_window: Callable[[Fields], bool] = in_some_layers
     qkv_bias: bool | None = None  # None: as attention_bias says, for wo as well
@@ -79,10 +79,10 @@ FAMILIES = {
             "rope_theta": 1e6,
         },
         renames={
-            "mlp.gate.weight": "block_sparse_moe.gate.weight",
-            "mlp.experts.{}.gate_proj.weight": "block_sparse_moe.experts.{}.w1.weight",
-            "mlp.experts.{}.up_proj.weight": "block_sparse_moe.experts.{}.w3.weight",
-            "mlp.experts.{}.down_proj.weight": "block_sparse_moe.experts.{}.w2.weight",
+            "feed_forward.gate": "block_sparse_moe.gate",
+            "feed_forward.experts.w1": "block_sparse_moe.experts.{}.w1",
+            "feed_forward.experts.w3": "block_sparse_moe.experts.{}.w3",
+            "feed_forward.experts.w2": "block_sparse_moe.experts.{}.w2",
         },
         has_window=always,
         qkv_bias=False,
@@ -121,7 +121,14 @@ FAMILIES = {
 }
 
 
+INSTEAD = "take a model of one of these, or run it in transformers or llama.cpp"
+
+
 def family_of(f: Fields) -> Family:
     """The family that a config.json names, or Llama. Raises ValueError."""
-    f.refuse_unless("model_type", *FAMILIES)
-    return FAMILIES[f.get("model_type", "llama")]
+    name = f.get("model_type", "llama")
+    if name not in FAMILIES:
+        listed = ", ".join(FAMILIES)
+        what = f"model_type is {name!r}, which is not supported (supported: {listed})"
+        raise ValueError(f"{f.file}: {what}: {INSTEAD}")
+    return FAMILIES[name]

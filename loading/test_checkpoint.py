@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from engine import generate
-from loading import checkpoint
-from loading import config as config_module
-from loading.checkpoint import load, read_config
-from loading.save import save
+from loading import checkpoint, loader
+from loading.checkpoint import load, read_config, save
 from passes import PROMPT_CHUNK
 from tests.helpers import (
     DEVICE,
@@ -96,7 +94,7 @@ def test_messages_are_one_line(copy):
         lambda: checkpoint.Checkpoint(folder),
         lambda: spoil_config(hidden_act="x\ny" * 100_000)(folder) or load(folder),
         lambda: save(folder, folder / "new"),
-        lambda: sampling(folder) and config_module.read_sampling(folder),
+        lambda: sampling(folder) and checkpoint.Checkpoint(folder).sampling(),
     ):
         with pytest.raises((RuntimeError, ValueError)) as raised:
             act()
@@ -105,9 +103,9 @@ def test_messages_are_one_line(copy):
 
 @pytest.mark.parametrize("shape", ["gqa", "mqa, tied"])
 def test_loading_bar_ends_full(copy, monkeypatch, shape):
-    bars, original, shown = [], checkpoint.tqdm, dict(disable=False, file=io.StringIO())
+    bars, original, shown = [], loader.tqdm, dict(disable=False, file=io.StringIO())
     made = lambda **options: bars.append(original(**options | shown)) or bars[-1]
-    monkeypatch.setattr(checkpoint, "tqdm", made)
+    monkeypatch.setattr(loader, "tqdm", made)
     hugging_face_model(read_config(copy).vocab_size, **FAMILIES[shape]).save_pretrained(copy)
     saved = save(copy, copy.parent / "saved", format="e4m3").parent
     for folder, form in ((copy, None), (copy, "e4m3"), (saved, None)):

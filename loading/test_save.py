@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from fp8 import E4M3
 from kernels import FORMATS
 from loading import place
-from loading.checkpoint import load, read_config
-from loading.save import save
+from loading.checkpoint import load, read_config, save
 from loading.templates import TEMPLATES, find_template
 from session import Session
 from tests.helpers import (
@@ -143,12 +142,12 @@ def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_sig
     full = lambda _: SimpleNamespace(free=0)
     ends = [  # a step, what happens in it, what is said, the exit code
         ("loading.place.free_memory", lambda _: 100_000, "try a smaller", 1),
-        ("loading.save.shutil.disk_usage", full, "has 0.00 GB free: save elsewhere", 1),
-        ("loading.checkpoint.Loader.load", fails(KeyboardInterrupt()), "", 130),
+        ("loading.checkpoint.shutil.disk_usage", full, "has 0.00 GB free: save elsewhere", 1),
+        ("loading.loader.Loader.load", fails(KeyboardInterrupt()), "", 130),
     ]
     for number in hears_signals:
         killed = lambda *_, number=number: signal.raise_signal(number)
-        ends.append(("loading.save.save_file", killed, "", 128 + number))
+        ends.append(("loading.saved.save_file", killed, "", 128 + number))
     for step, end, expected, code in ends:
         with monkeypatch.context() as patch:
             patch.setattr(step, end)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from loading.files import FILE_BYTES, open_regular, stamp_of
-from loading.headers import FileTensor
+from loading.reading import FileTensor
 
 
 def torch_tensors(file: Path) -> list[FileTensor]:

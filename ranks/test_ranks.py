@@ -21,12 +21,12 @@ import fp8
 import kernels
 import products
 from bits.int4 import INT4
+from engine import Engine
 from formats import Matrix
 from kernels import FORMATS
-from loading.checkpoint import load
+from loading.checkpoint import load, save
 from loading.names import formats_of
 from loading.place import check_groups
-from loading.save import save
 from model import Llama
 from passes import Passes
 from ranks import exchange as exchange_module
@@ -56,6 +56,7 @@ from tests.helpers import (
     read_config_like,
     to_bin,
     to_meta,
+    together,
 )
 
 # ---- ranks
@@ -86,9 +87,9 @@ PARALLEL = {  # cases, with checkpoints made below: a folder, and options of loa
 ONLY_BY_TWO = {"fused", "biases, fused", "a format of one's own", "saved, in a format of one's own"}
 
 
-def parallel_result(folder: Path, case: str, **changed) -> tuple[torch.Tensor, list[int]]:
-    """Logits of a prompt and of single tokens after it, and greedy tokens, in this process or as
-    one of several, which pad prompts if the case is called so."""
+def parallel_result(folder: Path, case: str, **changed) -> tuple[torch.Tensor, list[list[int]]]:
+    """Logits of a prompt and of single tokens after it, and greedy texts, one alone and three beside
+    each other, in this process or as one of several, which pad prompts if the case is called so."""
     name, options = PARALLEL[case]
     ids = torch.arange(5, 17) * 7
     with pytest.MonkeyPatch.context() as patch:
@@ -96,7 +97,10 @@ def parallel_result(folder: Path, case: str, **changed) -> tuple[torch.Tensor, l
         if case == "in graphs" and "ranks" in changed:
             decode_in_graphs(patch)
         model = load(folder / name, dtype="fp32", device="cpu", **options | changed)
-        tokens = greedy(model, ids.tolist(), 2 if "backend" in options else 8)
+        tokens = [greedy(model, ids.tolist(), 2 if "backend" in options else 8)]
+        if "backend" not in options:
+            prompts = [ids[:count].tolist() for count in (3, 12, 5)]
+            tokens += together(Engine(model, 2), prompts, 6)
         return logits_of(model, ids, 10, 1, 1), tokens
 
 

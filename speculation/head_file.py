@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -15,13 +16,11 @@ from cards.cpu import in_cpu_layout, storage_dtype
 from formats import Matrix
 from kernels import FORMATS
 from loading import hub
-from loading.checkpoint import is_whole, read_config
-from loading.config import hugging_face_config
 from loading.files import Fields, one_line_errors
-from loading.headers import FileTensor
+from loading.hugging_face import config_of
+from loading.layouts import Files
 from loading.place import free_memory
-from loading.reading import read
-from loading.sources import tensors_of, weight_files
+from loading.reading import FileTensor, read
 from model import Config, LayerWeights, Llama
 from speculation.heads import HeadWeights
 
@@ -42,17 +41,21 @@ def is_head(folder: Path) -> bool:
 
 
 @one_line_errors()
-def find_draft(name: str) -> Path:
-    """The path of a head or of a model, see checkpoint.find_checkpoint, which raises the same."""
-
-    def check(folder: Path) -> None:
-        if not is_head(folder):
-            read_config(folder)
-
-    def whole(path: Path) -> bool:
-        return bool(hub.weights_in(path)) if is_head(path) else is_whole(path)
-
-    return hub.find_checkpoint(name, check, whole)
+def find_head(name: str) -> Path | None:
+    """The folder of a head: a path, or a repository of the hub, which is downloaded if it is not in the
+    hub's cache. Returns None for anything else. Raises OSError or ValueError."""
+    if path := hub.local_checkpoint(name):
+        return path if is_head(path) else None
+    repository = hub.Repository(name)
+    for path in repository.cached():
+        if not is_head(path):
+            return None
+        if hub.weights_in(path):
+            return path
+    with repository.plain_errors():
+        if "config.json" not in repository.names or not is_head(repository.download_small()):
+            return None
+        return repository.download()
 
 
 class HeadFile:
@@ -63,7 +66,8 @@ class HeadFile:
         """target: the model's path; c: its configuration. Raises OSError, and ValueError for what is not
         supported, and for a head of another model."""
         self.folder = folder
-        f = Fields(folder / "config.json")
+        files = Files(folder)
+        f = files.fields("config.json")
         eagle = f.sub("eagle_config")
         for fields in (f, eagle):
             fields.refuse_unless("speculators_model_type", None, "eagle3")
@@ -76,7 +80,7 @@ class HeadFile:
         layer = f
         if "speculators_model_type" in f:
             layer = f.sub("transformer_layer_config")
-        self.config = hugging_face_config(layer, Fields(f.file, {}))
+        self.config = config_of(layer, Fields(f.file, {}), [])
         for name, least in (("n_layers", 1), ("n_experts", 0), ("qkv_bias", 0), ("w13_bias", 0)):
             if getattr(self.config, name) > least:
                 what = f"a head of one Llama layer has {name} {least}"
@@ -85,7 +89,7 @@ class HeadFile:
         ids = ids or eagle.get("eagle_aux_hidden_state_layer_ids")
         self.layers = ids or [2, c.n_layers // 2, c.n_layers - 3]
         self.check(target, c, f)
-        self.tensors = self.find(c)
+        self.tensors = self.find(c, files)
 
     def check(self, target: Path, c: Config, f: Fields) -> None:
         """Raise ValueError for a head of another model."""
@@ -131,12 +135,11 @@ class HeadFile:
             shapes |= {"self_attn.q_norm": (D,), "self_attn.k_norm": (D,)}
         return shapes
 
-    def find(self, c: Config) -> dict[str, FileTensor]:
+    def find(self, c: Config, files: Files) -> dict[str, FileTensor]:
         """Its tensors in files, by their names without `midlayer.` and `.weight`. Raises ValueError if one
         is missing, unexpected, or of another shape or type."""
-        files, _ = weight_files(self.folder)
         found = {}
-        for tensor in (tensor for file in files for tensor in tensors_of(file)):
+        for tensor in chain.from_iterable(files.header(file)[1] for file in files.weights.files):
             name = tensor.name.removesuffix(".weight")
             found[name.removeprefix(EAGLE).removeprefix(SPECULATORS)] = tensor
         shapes = self.shapes(c)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from formats import Matrix
 from model import Config, LayerWeights
-from passes import LENGTHS, PROMPT_CHUNK, Cache, Pass, Passes, on_its_way
+from passes import LENGTHS, PROMPT_CHUNK, Cache, Pass, Passes, Wish, on_its_way
 from products import MAX_FEW, fit_norm
 from sampling import mask_without
 from speculation.proposals import Proposer
@@ -186,7 +186,7 @@ class Verification:
         self.head = head
         self.shape = (N, n)
         self.sequences: list[Sequence] = []
-        self.sampling: list[tuple[Pass, list[Tensor | None]]] = []
+        self.sampling: list[tuple[Pass, list[Wish]]] = []
         self.logits = head.logits[:rows]
         self.target = Pass(model, head.target.cache, rows, N, False, head.logits)
         self.target.kept = head.kept(rows)
@@ -243,9 +243,10 @@ class Verification:
         runs = [first // self.head.cache.run for first, _ in texts]
         self.runs.copy_(on_its_way(runs, torch.int64, device), non_blocking=True)
         known = self.head.mask
-        masks = [s.mask for s in sequences]
-        guessed = [known if mask is None else mask & known for mask in masks]
-        self.sampling = [(self.target, masks), (self.steps[0], guessed)]
+        wishes = [s.wish for s in sequences]
+        masks = [known if wish.mask is None else wish.mask & known for wish in wishes]
+        guesses = [wish._replace(mask=mask) for wish, mask in zip(wishes, masks)]
+        self.sampling = [(self.target, wishes), (self.steps[0], guesses)]
 
     def propose(self) -> None:
         h = self.head.last.index_select(0, self.runs)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engine import Sequence
-    from passes import Pass, Passes
+    from passes import Pass, Passes, Wish
 
 MAX_PROPOSALS = 15  # per pass
 # The last tokens that are looked up: the longest run of them that occurred before, of these lengths
@@ -80,8 +80,7 @@ class Chain(Protocol):
 
     sequences: list[Sequence]
     found: Tensor  # what was proposed to follow each row, and what was drawn: int32 [2, N, 1 + n]
-    # Passes that sample, and what each text's tokens may be there: see Passes.settle
-    sampling: list[tuple[Pass, list[Tensor | None]]]
+    sampling: list[tuple[Pass, list[Wish]]]  # passes that sample, and how: see Passes.settle
     switches: tuple  # of these
     # See Pass, as whose graphs these run
     now: Tensor
@@ -206,7 +205,7 @@ class Draft(Proposer):
         """passes: the draft's, with slots like the model's. vocab_size: the model's. Of the two
         vocabularies one may be padded further: what the other lacks is never proposed."""
         super().__init__(n)
-        self.draft = passes
+        self.own_passes = passes
         own = passes.model.config.vocab_size
         self.mask = mask_without(range(vocab_size, own), own)
         self.known: dict[int, list[int]] = {}  # the tokens that each slot has evaluated
@@ -214,11 +213,12 @@ class Draft(Proposer):
     def propose(self, sequence: Sequence, n: int) -> list[int]:
         """The draft evaluates what it has not seen of the text, and then what it samples itself; its
         last proposal is not evaluated."""
-        V = self.draft.model.config.vocab_size
+        V = self.own_passes.model.config.vocab_size
         ids = [id if id < V else 0 for id in sequence.ids]  # 0 for what only the model has
         first = sequence.slot.first
         known = min(agreeing(self.known.get(first, []), ids), len(ids) - 1)
         self.known[first] = ids[:known]  # should anything interrupt this
-        guesses = self.draft.sample_on(ids, known, first, n, sequence.sampling, self.mask)
+        wish = sequence.wish._replace(mask=self.mask)
+        guesses = self.own_passes.sample_on(ids, known, first, n, wish)
         self.known[first] = ids + guesses[:-1]
         return guesses

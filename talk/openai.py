@@ -1,6 +1,6 @@
 """OpenAI's API: the fields of requests, and how each request is answered.
 
-To add an endpoint, write a ModelRequest and add it to ENDPOINTS."""
+To add an endpoint, write a ModelRequest and add it to ENDPOINTS, in talk/endpoints.py."""
 
 from __future__ import annotations
 
@@ -27,14 +27,27 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, from_json, to_json
 from starlette.exceptions import HTTPException
 
+from grammars import choice_grammar, is_one_rule, json_grammar, lark_grammar, regex_grammar
 from loading.files import one_line
 from settings import FILTERS, RANDOM, SETTINGS, Setting
 from talk.cli import note_once, speed
-from talk.tools import THINK, Answer, Part, Router, control_marks, style_of
+from talk.tools import (
+    HERMES,
+    THINK,
+    THOUGHT,
+    Answer,
+    Part,
+    Router,
+    Style,
+    call_grammar,
+    control_marks,
+    style_of,
+)
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from logprobs import Logprob
     from session import Generation, Session
+    from tokenizer import Prompt
 
 # ---- errors
 
@@ -48,22 +61,49 @@ class APIError(HTTPException):
         self.param = param or None
 
 
+# of errors, as Anthropic calls them
+KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+KINDS |= {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
+
+
 def error_body(error: HTTPException) -> dict:
-    kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
+    """What clients of OpenAI's API and of Anthropic's look for."""
+    kind = KINDS.get(error.status_code, "invalid_request_error")
     code = getattr(error, "code", error.detail.lower().replace(" ", "_"))
     param = getattr(error, "param", None)
-    return {"error": dict(message=one_line(error.detail), type=kind, code=code, param=param)}
+    said = dict(message=one_line(error.detail), type=kind, code=code, param=param)
+    return {"type": "error", "error": said}
 
 
 # ---- what answers have in common
 
 
-def usage(text: Generation) -> dict:
+def usage(texts: Sequence[Generation]) -> dict:
+    """Of the choices of an answer, which have one prompt."""
+    first = texts[0]
+    completion_tokens = sum(len(text.ids) for text in texts)
     return {
-        "prompt_tokens": text.prompt_tokens,
-        "completion_tokens": len(text.ids),
-        "total_tokens": text.prompt_tokens + len(text.ids),
-        "prompt_tokens_details": {"cached_tokens": text.cached_tokens},
+        "prompt_tokens": first.prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": first.prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": first.cached_tokens},
+    }
+
+
+def timings(texts: Sequence[Generation]) -> dict:
+    """llama.cpp's, in milliseconds."""
+    prompt = sum(text.timings.prompt_tokens for text in texts)
+    prompt_seconds = sum(text.timings.prompt_seconds for text in texts)
+    steps = sum(text.timings.steps for text in texts)
+    seconds = sum(text.timings.step_seconds for text in texts)
+    return {
+        "cache_n": texts[0].cached_tokens,
+        "prompt_n": prompt,
+        "prompt_ms": 1e3 * prompt_seconds,
+        "prompt_per_second": prompt / prompt_seconds if prompt_seconds else None,
+        "predicted_n": sum(text.timings.new_tokens for text in texts),
+        "predicted_ms": 1e3 * seconds,
+        "predicted_per_second": steps / seconds if seconds else None,
     }
 
 
@@ -85,22 +125,19 @@ def event(value: dict) -> bytes:
 SAMPLERS = ["penalties", "top_k", "top_p", "min_p", "temperature"]
 UNSUPPORTED = dict(
     # several texts, tools, another prompt
-    n=[1], n_cmpl=[1], best_of=[1], use_beam_search=[False], functions=[[]],
+    best_of=[1], use_beam_search=[False], functions=[[]],
     function_call=["none", "auto"], modalities=[["text"]], suffix=[""], add_special_tokens=[True],
     truncate_prompt_tokens=[-1], lora=[[]],
-    # grammars
-    response_format=[{"type": "text"}], grammar=[""], json_schema=[{}], structured_outputs=[{}],
-    guided_json=[{}, ""], guided_regex=[""], guided_choice=[[]], guided_grammar=[""],
     # samplers
-    presence_penalty=[0], frequency_penalty=[0], logit_bias=[{}, []], bad_words=[[]],
-    allowed_token_ids=[[]], typical_p=[1], top_n_sigma=[-1, 0], top_a=[0], tfs_z=[1], mirostat=[0],
+    bad_words=[[]], allowed_token_ids=[[]], typical_p=[1], top_n_sigma=[-1, 0], top_a=[0], tfs_z=[1], mirostat=[0],
     dynatemp_range=[0], smoothing_factor=[0], dry_multiplier=[0], xtc_probability=[0],
     adaptive_target=[-1], no_repeat_ngram_size=[0], min_keep=[0], samplers=[SAMPLERS],
     # the end of the text
-    min_tokens=[0], stop_token_ids=[[]], include_stop_str_in_output=[False], n_indent=[0],
+    include_stop_str_in_output=[False], n_indent=[0],
     t_max_predict_ms=[0, -1],
 )  # fmt: skip
-OPTIONS = {"stop", "ignore_eos", *SETTINGS}  # of Session.generate, under the same names
+# of Session.generate, under the same names
+OPTIONS = {"stop", "ignore_eos", "min_tokens", "stop_token_ids", "logit_bias", *SETTINGS}
 
 
 def sampler_order(value: object) -> object:
@@ -122,6 +159,7 @@ SPELLINGS = {"samplers": sampler_order}
 
 LIMITS = "max_completion_tokens", "max_tokens", "n_predict"  # the last one is llama.cpp's
 INT_END = 1 << 31
+MOST_CHOICES = 16
 Length = Annotated[int, Field(ge=-1, lt=INT_END)]
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]
 
@@ -168,6 +206,27 @@ def up_to_an_error(schema: object) -> object:
         case list():
             return [*map(up_to_an_error, schema)]
     return schema
+
+
+def as_biases(value: object) -> object:
+    """OpenAI's object of ids, or llama.cpp's list of pairs, in which false bans an id."""
+    pairs = value.items() if isinstance(value, dict) else value
+    biases = {}
+    for id, bias in pairs:
+        biases[int(id)] = -100.0 if bias is False else bias
+    return biases
+
+
+def read_biases(value: object, validate: Callable[[object], object]) -> object:
+    try:
+        return validate(as_biases(value))
+    except (TypeError, ValueError):  # ValidationError is one
+        what = "must be an object of biases from -100 to 100 by token ids"
+        raise PydanticCustomError("wrong", what) from None
+
+
+Biases = Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], WrapValidator(read_biases)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=INT_END)]], Field(max_length=1024)]
 
 
 class Strict(BaseModel):
@@ -273,6 +332,12 @@ class NamedTool(Strict):
     function: Named
 
 
+def schemas(tools: list[dict]) -> dict[str, dict]:
+    """The JSON schemas of the arguments of tools, by their names."""
+    functions = [tool["function"] for tool in tools]
+    return {function["name"]: function.get("parameters") or {} for function in functions}
+
+
 Tool = Annotated[dict, AfterValidator(is_tool)]
 ToolChoice = Annotated[
     Literal["none", "auto", "required"] | NamedTool,
@@ -280,8 +345,45 @@ ToolChoice = Annotated[
 ]
 
 
+class NamedSchema(Strict):
+    json_value: dict | bool = Field({}, alias="schema")
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class ObjectFormat(Strict):
+    type: Literal["json_object"]
+    json_value: dict = Field({}, alias="schema")  # llama.cpp's
+
+
+class SchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[
+    TextFormat | ObjectFormat | SchemaFormat,
+    must_be("of the type text, json_object, or json_schema with a json_schema"),
+]
+
+
+class StructuredOutputs(Strict):
+    """vLLM's."""
+
+    json_value: dict | str | None = Field(None, alias="json")
+    regex: str = ""
+    choice: list[str] = []
+    grammar: str = ""
+    json_object: bool = False
+
+
 class StreamOptions(Strict):
     include_usage: bool | None = None
+
+
+SEEDS_APART = 0x9E3779B97F4A7C15  # between the seeds of two choices
 
 
 def own_seed(seed: int) -> int:
@@ -298,6 +400,21 @@ def _field(name: str, setting: Setting):
     return setting.kind | None, limits
 
 
+def in_turns(answers: list[Answer]) -> Iterator[tuple[int, tuple | None]]:
+    """What each of several answers says next, by its number: of those that have something, so that
+    none waits for another. None is its end."""
+    left = {index: iter(answer) for index, answer in enumerate(answers)}
+    while left:
+        texts = {index: answers[index].text for index in left}
+        ready = [index for index, text in texts.items() if text.ready or text.ended]
+        ready = ready or [min(left)]
+        for index in ready:
+            said = next(left[index], None)
+            if said is None:
+                del left[index]
+            yield index, said
+
+
 # ---- requests, each with its answer
 
 
@@ -306,6 +423,7 @@ class ModelRequest(Strict):
     the model, and answers itself there."""
 
     is_stream: ClassVar[bool] = False  # the parts of the answer are sent as they come
+    writes_text: ClassVar[bool] = False  # it waits until there is a slot
 
     # What `answer` asks the session for. Where it asks for several texts, it takes pieces only of those
     # that are ready, so that no request waits for another
@@ -324,6 +442,11 @@ class ModelRequest(Strict):
         """What the server's log says of the answer, once that is written; may be empty."""
         return ""
 
+    @staticmethod
+    def error_event(body: dict) -> bytes:
+        """An error, in a stream that has begun."""
+        return event(body)
+
 
 Filters = create_model(
     "Filters", __base__=ModelRequest, **{name: _field(name, row) for name, row in FILTERS.items()}
@@ -334,6 +457,7 @@ class GenerationRequest(Filters):
     """A request for a text: what its two kinds have in common. A kind says how the session is asked
     for the text, and how answers write it in JSON."""
 
+    writes_text: ClassVar[bool] = True
     id_begins: ClassVar[str]
     whole_object: ClassVar[str]  # "object" of an answer
     chunk_object: ClassVar[str]  # and of the parts of a stream
@@ -346,6 +470,19 @@ class GenerationRequest(Filters):
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    n: int = Field(1, ge=1, le=MOST_CHOICES, validation_alias=AliasChoices("n", "n_cmpl"))
+    logit_bias: Biases = {}
+    min_tokens: Annotated[int, Field(ge=0, lt=INT_END)] = 0
+    stop_token_ids: TokenIds = []
+    # what the text has to be, by OpenAI's, vLLM's and llama.cpp's names
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs = StructuredOutputs()
+    guided_json: dict | str | None = None
+    guided_regex: str = ""
+    guided_choice: list[str] = []
+    guided_grammar: str = ""
+    json_schema: dict | None = None
+    grammar: str = ""
 
     @model_validator(mode="before")
     @classmethod
@@ -376,12 +513,40 @@ class GenerationRequest(Filters):
     def is_stream(self) -> bool:
         return self.stream
 
-    def options(self) -> dict:
-        """Arguments of Session.generate and Session.chat."""
-        return {"n": self.max_tokens} | self.model_dump(include=OPTIONS, exclude_none=True)
+    def options(self, index: int) -> dict:
+        """Arguments of Session.generate and Session.chat for one of the choices. The first has the
+        request's seed, others have seeds of their own."""
+        seed = (self.seed + index * SEEDS_APART) % (SETTINGS["seed"].high + 1)
+        options = self.model_dump(include=OPTIONS, exclude_none=True)
+        return options | {"n": self.max_tokens, "seed": seed}
 
-    def answers(self, session: Session, **options) -> Answer:
-        """The text and how it is read. options: more arguments of Session.generate. Raises
+    def text_grammar(self) -> str | None:
+        """What the text has to be, in Lark. Returns None if it may be anything. Raises
+        ValueError."""
+        asked = self.structured_outputs
+        given = [write(value) for value, write in (
+            (self.format_schema(), json_grammar), (asked.json_value, json_grammar),
+            (self.guided_json, json_grammar), (self.json_schema, json_grammar),
+            (asked.regex, regex_grammar), (self.guided_regex, regex_grammar),
+            (asked.choice, choice_grammar), (self.guided_choice, choice_grammar),
+            (asked.grammar, lark_grammar), (self.guided_grammar, lark_grammar),
+            (self.grammar, lark_grammar), ({"type": "object"} if asked.json_object else None, json_grammar),
+        ) if value not in (None, "", [])]  # fmt: skip
+        if len(given) > 1:
+            raise ValueError("several fields say what the text has to be; use one")
+        return given[0] if given else None
+
+    def format_schema(self) -> dict | bool | None:
+        """The JSON schema of response_format."""
+        match self.response_format:
+            case ObjectFormat():
+                return {"type": "object"} | self.response_format.json_value
+            case SchemaFormat():
+                return self.response_format.json_schema.json_value
+        return None
+
+    def choice(self, session: Session, index: int, **options) -> Answer:
+        """One of the texts, and how it is read. options: more arguments of Session.generate. Raises
         ValueError."""
         raise NotImplementedError
 
@@ -399,8 +564,8 @@ class GenerationRequest(Filters):
         raise NotImplementedError
 
     def answer(self, session: Session, model: str) -> Iterator[bytes]:
-        answer = self.answers(session)
-        self._texts = [answer.text]
+        answers = [self.choice(session, index) for index in range(self.n)]
+        self._texts = [answer.text for answer in answers]
         head = {
             "id": self.id_begins + uuid.uuid4().hex,
             "object": self.chunk_object if self.stream else self.whole_object,
@@ -408,8 +573,8 @@ class GenerationRequest(Filters):
             "model": model,
         }
         if self.stream:
-            return self._events(answer, head, session)
-        return self._object(answer, head, session)
+            return self._events(answers, head, session)
+        return self._object(answers, head, session)
 
     def summary(self) -> str:
         first, *_ = self.texts
@@ -418,52 +583,59 @@ class GenerationRequest(Filters):
             text += "; the prompt begins with a bos of its own, after the tokenizer's"
         return text
 
-    def _object(self, answer: Answer, head: dict, session: Session) -> Iterator[bytes]:
-        for _ in answer:
+    def _object(self, answers: list[Answer], head: dict, session: Session) -> Iterator[bytes]:
+        for _ in in_turns(answers):
             yield b""
-        whole = self.whole(answer)
-        choice = self._choice(whole, answer.text.logprobs, answer.finish_reason, session)
-        yield to_json(head | {"choices": [choice], "usage": usage(answer.text)})
+        choices = []
+        for index, answer in enumerate(answers):
+            said = self.whole(answer) | {"finish_reason": answer.finish_reason}
+            choices.append(self._choice(index, said, answer.text.logprobs, session))
+        numbers = {"usage": usage(self.texts), "timings": timings(self.texts)}
+        yield to_json(head | {"choices": choices} | numbers)
 
-    def _events(self, answer: Answer, head: dict, session: Session) -> Iterator[bytes]:
+    def _events(self, answers: list[Answer], head: dict, session: Session) -> Iterator[bytes]:
         with_usage = self.stream_options.include_usage
         if with_usage:
             head["usage"] = None  # in all events but the one that tells it
 
         def chunk(
-            said: dict, logprobs: Sequence[Logprob] = (), finish_reason: str | None = None
+            index: int, said: dict, logprobs: Sequence[Logprob] = (), **more: object
         ) -> bytes:
-            choice = self._choice(said, logprobs, finish_reason, session)
-            return event(head | {"choices": [choice]})
+            choice = self._choice(index, {"finish_reason": None} | said, logprobs, session)
+            return event(head | {"choices": [choice]} | more)
 
-        events = b""
+        # what goes with the first text of each choice
+        begins = {}
         if self.first_delta:
-            events = chunk(self.first_delta)  # goes with the first text
-        calls = 0
-        for parts, logprobs in answer:
-            if logprobs and not parts:
-                parts = [Part("text", "")]
-            for part in parts:
-                events += chunk(self.delta(part, calls), logprobs)
-                calls += part.kind == "call"
-                logprobs = ()
-            yield events if parts else b""
-            if parts:
-                events = b""
-        events += chunk(self.delta(None, calls), finish_reason=answer.finish_reason)
+            begins = {index: chunk(index, self.first_delta) for index in range(self.n)}
+        calls = [0] * self.n
+        left = self.n
+        for index, said in in_turns(answers):
+            events = b""
+            if said is None:
+                left -= 1
+                more = {} if left else {"timings": timings(self.texts)}
+                end = {"finish_reason": answers[index].finish_reason}
+                events = chunk(index, self.delta(None, calls[index]) | end, **more)
+            else:
+                parts, logprobs = said
+                if logprobs and not parts:
+                    parts = [Part("text", "")]
+                for part in parts:
+                    events += chunk(index, self.delta(part, calls[index]), logprobs)
+                    calls[index] += part.kind == "call"
+                    logprobs = ()
+            yield begins.pop(index, b"") + events if events else b""
+        events = b""
         if with_usage:
-            events += event(head | {"choices": [], "usage": usage(answer.text)})
+            events += event(head | {"choices": [], "usage": usage(self.texts)})
         yield events + b"data: [DONE]\n\n"
 
     def _choice(
-        self,
-        said: dict,
-        logprobs: Sequence[Logprob],
-        finish_reason: str | None,
-        session: Session,
+        self, index: int, said: dict, logprobs: Sequence[Logprob], session: Session
     ) -> dict:
         scores = self.scores(logprobs, session) if logprobs else None
-        return {"index": 0, **said, "logprobs": scores, "finish_reason": finish_reason}
+        return {"index": index, "logprobs": scores, **said}
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -509,28 +681,51 @@ class ChatCompletionRequest(GenerationRequest):
             given["enable_thinking"] = self.enable_thinking
         return given | self.chat_template_kwargs
 
-    def answers(self, session: Session, **options) -> Answer:
-        tools = self.tools if self.tool_choice != "none" else []
-        style = style_of(session.tokenizer.tool_template) if tools else None
-        if tools and not style:
-            note_once(
-                "the chat template knows no tools: what is asked with tools is answered in text"
-            )
-            tools = []
-        messages = [message.plain() for message in self.messages]
-        prompt = session.render(messages, tools, self.variables())
-        best = self.top_logprobs if self.logprobs else None
+    def style(self, session: Session) -> Style | None:
+        """How the model calls tools. None if there are none, or it cannot."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return style_of(session.tokenizer.tool_template)
+
+    def prompt(self, session: Session) -> Prompt:
+        """Raises ValueError."""
+        tools = self.tools if self.style(session) else None
+        return session.render([m.plain() for m in self.messages], tools, self.variables())
+
+    def choice(self, session: Session, index: int, **options) -> Answer:
+        prompt = self.prompt(session)
+        thinks = prompt.text.rstrip().endswith(THINK)
+        style = self.style(session)
+        forced = self.forced()
+        if not style and self.tools and self.tool_choice != "none":
+            note_once("the chat template knows no tools: it is not told of those of requests")
+            style = HERMES if forced else None
+        grammar = self.text_grammar()
+        if forced:
+            grammar = call_grammar(style, forced, session.tokenizer.control)
+        elif style and is_one_rule(grammar):
+            control = session.tokenizer.control
+            grammar = call_grammar(style, schemas(self.tools), control, grammar)
         text = session.chat(
             prompt,
-            logprobs=best,
+            logprobs=self.top_logprobs if self.logprobs else None,
             shown=control_marks(style),
-            **self.options(),
+            grammar=grammar,
+            after=THOUGHT if thinks else "",
+            **self.options(index),
             **options,
         )
-        functions = [tool["function"] for tool in tools]
-        schemas = {f["name"]: f.get("parameters") or {} for f in functions}
-        thinks = prompt.text.rstrip().endswith(THINK)
-        return Answer(text, Router(style, schemas, thinks), self.parallel_tool_calls)
+        return Answer(text, Router(style, schemas(self.tools), thinks), self.parallel_tool_calls)
+
+    def forced(self) -> dict[str, dict]:
+        """The tools of which one has to be called, as Router takes them."""
+        match self.tool_choice:
+            case "required":
+                return schemas(self.tools)
+            case NamedTool():
+                name = self.tool_choice.function.name
+                return {name: schemas(self.tools)[name]}
+        return {}
 
     def whole(self, answer: Answer) -> dict:
         said = answer.said("text")
@@ -575,10 +770,10 @@ class CompletionRequest(GenerationRequest):
     logprobs: Annotated[TopLogprobs | bool, must_be("from 0 to 20, or true for 1")] = False
     echo: bool = False  # the prompt comes before the text
 
-    def answers(self, session: Session, **options) -> Answer:
+    def choice(self, session: Session, index: int, **options) -> Answer:
         best = None if self.logprobs is False else int(self.logprobs)
-        options |= dict(logprobs=best, echo=self.echo)
-        return Answer(session.generate(self.prompt, **self.options(), **options))
+        options |= dict(logprobs=best, echo=self.echo, grammar=self.text_grammar())
+        return Answer(session.generate(self.prompt, **self.options(index), **options))
 
     def whole(self, answer: Answer) -> dict:
         return {"text": answer.said("text")}
@@ -636,14 +831,6 @@ class DetokenizeRequest(ModelRequest):
         return iter([to_json({"content": session.tokenizer.decode(self.tokens, marks=True)})])
 
 
-ENDPOINTS: dict[str, type[ModelRequest]] = {
-    "/chat/completions": ChatCompletionRequest,
-    "/completions": CompletionRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
-}
-
-
 def parse_request(body: bytes, kind: type[ModelRequest]) -> ModelRequest:
     """What a request's body asks for; null means absent. Raises APIError."""
     try:
@@ -656,10 +843,22 @@ def parse_request(body: bytes, kind: type[ModelRequest]) -> ModelRequest:
     for name, value in fields.items():
         if isinstance(value, float) and value.is_integer():  # 5.0 is 5: JSON has one kind of number
             fields[name] = int(value)
+    return checked(fields, kind)
+
+
+def checked(fields: dict, kind: type[ModelRequest]) -> ModelRequest:
+    """Raises APIError."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
         raise first_error(error) from None
+
+
+def check_chat(fields: dict) -> ChatCompletionRequest:
+    """The chat into which another kind of request was translated; None means absent. Raises
+    APIError."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    return checked(given, ChatCompletionRequest)
 
 
 def first_error(error: ValidationError) -> APIError:

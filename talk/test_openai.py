@@ -7,7 +7,8 @@ import httpx2 as httpx
 import pytest
 
 from session import Session
-from talk.openai import ENDPOINTS, APIError, error_body, parse_request
+from talk.endpoints import ENDPOINTS
+from talk.openai import APIError, error_body, parse_request
 
 # Qwen's: tools in the system message, calls in tags, thinking in others
 TEMPLATE = """\

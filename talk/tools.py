@@ -13,6 +13,8 @@ import string
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from grammars import json_value, literal
+
 if TYPE_CHECKING:  # it imports torch
     from logprobs import Logprob
     from session import Generation, Piece
@@ -191,6 +193,30 @@ def style_of(template: str) -> Style | None:
     return next(style for style in STYLES if re.search(style.template, template))
 
 
+def call_grammar(
+    style: Style, tools: Tools, control: Mapping[str, int], text: str | None = None
+) -> str:
+    """One call of one of the tools, in Lark. control: ids of control tokens. text: a grammar of one
+    rule, for what may be written instead. Raises ValueError."""
+    opens = literal(style.opens) if style.opens else ""
+    if style.opens in control:
+        opens = f"<[{control[style.opens]}]>"
+    closes = literal(f"\n{style.close}") if style.close else ""
+    rules = []
+    for index, (name, schema) in enumerate(tools.items()):
+        arguments = json_value({"additionalProperties": False} | schema) if schema else '"{}"'
+        begin = f'{{"name": {literal(name)}, "{style.key}": '
+        rules += [
+            f"call_{index}: {literal(begin)} arguments_{index} {literal('}')}",
+            f"arguments_{index}: {arguments}",
+        ]
+    calls = " | ".join(f"call_{index}" for index in range(len(tools)))
+    start = f"start: {opens} ({calls}) {closes}"
+    if text:
+        start += f" | {text.removeprefix('start: ')}"
+    return "\n".join([start, *rules])
+
+
 # ---- a text as it comes
 
 
@@ -220,6 +246,11 @@ class Router:
         self._close = ""  # what may still end the last call
         self._first = True  # nothing is said or called so far
         self._tried = 0  # characters that were no whole call
+
+    @property
+    def thinks(self) -> bool:
+        """Whether what comes next is thought."""
+        return self._state == "thought"
 
     def push(self, text: str) -> list[Part]:
         self._pending += text
@@ -348,6 +379,7 @@ class Answer:
         """parallel: there may be several calls; otherwise the text ends after the first."""
         self.text = text
         self.calls: list[Part] = []
+        self.thought_tokens = 0
         self._said: dict[str, list[str]] = {"text": [], "thought": []}
         self._router = router
         self._parallel = parallel
@@ -373,6 +405,7 @@ class Answer:
 
     def _read(self, piece: Piece) -> list[Part]:
         if self._router:
+            self.thought_tokens += len(piece.ids) if self._router.thinks else 0
             return self._router.push(piece.text)
         return [Part("text", piece.text)] if piece.text else []
 

@@ -53,16 +53,16 @@ import launch
 import run
 from bits import groups, others
 from bits.int4 import INT4
-from engine import generate
+from engine import Engine, Sequence, generate
 from formats import Matrix
 from fp8 import E4M3, E5M2
 from launch import tl
 from loading import gguf as ggml
 from loading import random_model
-from loading.checkpoint import Loader, load, read_config
-from loading.layouts import formats_as_stored
+from loading.checkpoint import load, read_config, save
+from loading.loader import Loader
 from loading.names import formats_of
-from loading.save import save
+from loading.place import Place, formats_as_stored
 from model import Config, Llama
 from passes import Passes
 from ranks import exchange as exchange_module
@@ -409,6 +409,58 @@ def greedy(model, prompt: list[int], n: int, engine=None, **options) -> list[int
 
 def text_of(model, settings: Sampling, n: int, engine=None, **options) -> list[int]:
     return list(generate(model, [1, 5, 9], engine, n, settings, **dict(eos=[]) | options))
+
+
+class Written:
+    """A text of an engine whose tokens come as they are asked for: an iterator that ends with the
+    text. options: of Sequence."""
+
+    def __init__(self, engine: Engine, prompt: list[int], ends=lambda token: False, **options):
+        self.engine, self.ends = engine, ends
+        self.tokens, self.scores, self.asked = [], [], 0
+        self.sequence = Sequence(prompt, self.take, **options)
+        engine.add(self.sequence)
+
+    def take(self, token: int, score) -> bool:
+        self.tokens.append(token)
+        self.scores.append(score)
+        return self.ends(token)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> int:
+        self.engine.wait_for(self.sequence, lambda: len(self.tokens) > self.asked)
+        if len(self.tokens) == self.asked:
+            raise StopIteration
+        self.asked += 1
+        return self.tokens[self.asked - 1]
+
+    def close(self) -> None:
+        self.engine.leave(self.sequence)
+
+
+def together(engine: Engine, prompts: list[list[int]], n: int, **options) -> list[list[int]]:
+    """The most probable texts after these prompts, which an engine writes beside each other."""
+    options = dict(n=n, sampling=MOST_PROBABLE) | options
+    texts = [Written(engine, prompt, **options) for prompt in prompts]
+    return [list(text) for text in texts]
+
+
+class Planted(Proposer):
+    """Proposes the texts that will follow, with errors here and there."""
+
+    def __init__(self, n: int):
+        super().__init__(n)
+        self.texts: list[list[int]] = []  # with their prompts
+
+    def propose(self, sequence: Sequence, n: int) -> list[int]:
+        ids = sequence.ids
+        text = next(text for text in self.texts if text[: len(ids)] == ids)
+        coming = text[len(ids) : len(ids) + n]
+        planted = [random.choice([token] * 4 + [7]) for token in coming]
+        planted += [7] * (n - len(planted))
+        return random.choice([planted, []])
 
 
 def other_model(model):
@@ -1301,8 +1353,11 @@ def loader_of(model, format="held", ranks: Ranks = Ranks()) -> Loader:
         formats = formats_as_stored(model.checkpoint.tensors, c, 8)
     else:
         formats = formats_of(c, format)
-    types = (torch.float32, torch.float32, torch.device("cpu"))
-    return Loader(model.checkpoint, *types, formats, "torch", ranks, quiet=True)
+    place = Place(
+        config=c, device=torch.device("cpu"), backend="torch", dtype=torch.float32,
+        matrix_dtype=torch.float32, formats=formats, ctx_size=1,
+    )  # fmt: skip
+    return Loader(model.checkpoint, place, ranks, quiet=True)
 
 
 def loaded(model, format="held", ranks: Ranks = Ranks()):
@@ -1344,14 +1399,12 @@ def always(proposer: Proposer) -> Proposer:
     return proposer
 
 
-def exact_model(tiny, ctx_size: int, device="cpu"):
-    """A model that on a CPU evaluates its tokens one at a time: the sums are then in the same order
-    whatever a pass has beside a token, and the logits equal to the last bit. Otherwise two tokens
-    tied to within rounding may change places."""
-    model = load(tiny, dtype="fp32", device=device, ctx_size=ctx_size)
-    forward = model.forward
+class OneAtATime(Llama):
+    """A model that evaluates its tokens one at a time: the sums are then in the same order whatever a
+    pass has beside a token, and the logits equal to the last bit. Otherwise two tokens tied to within
+    rounding may change places."""
 
-    def row_by_row(pass_, logits: torch.Tensor) -> torch.Tensor:
+    def forward(self, pass_, logits: torch.Tensor) -> torch.Tensor:
         wanted = [*range(len(pass_.place))] if pass_.rows is None else pass_.rows.tolist()
         for first, start, begin, count in pass_.segments.tolist():
             for i in range(count):
@@ -1362,14 +1415,21 @@ def exact_model(tiny, ctx_size: int, device="cpu"):
                 alone.segments = torch.tensor([[first, start + i, 0, 1]], dtype=torch.int32)
                 alone.longest, alone.rows = 1, None
                 alone.kept = [(layer, state[row : row + 1]) for layer, state in pass_.kept]
-                found = forward(alone, logits.new_empty(1, logits.shape[1]))
+                found = super().forward(alone, logits.new_empty(1, logits.shape[1]))
                 if row in wanted:
                     logits[wanted.index(row)] = found[0]
         return logits
 
-    if model.device.type == "cpu":
-        model.forward = row_by_row
+
+def one_at_a_time(model: Llama) -> Llama:
+    model.__class__ = OneAtATime
     return model
+
+
+def exact_model(tiny, ctx_size: int, device="cpu"):
+    """On a CPU, one that evaluates its tokens one at a time."""
+    model = load(tiny, dtype="fp32", device=device, ctx_size=ctx_size)
+    return one_at_a_time(model) if model.device.type == "cpu" else model
 
 
 @pytest.fixture(scope="session")

@@ -20,9 +20,8 @@ from formats import Matrix
 from fp8 import E4M3, E5M2
 from kernels import FORMATS
 from launch import tl
-from loading.checkpoint import load
+from loading.checkpoint import load, save
 from loading.place import pick_dtype
-from loading.save import save
 from tests.helpers import (
     DEVICE,
     FLOATS_8,

@@ -18,14 +18,15 @@ from tqdm import tqdm
 import bench
 import kernels
 import run
+import serve
 from engine import Engine, Timings, generate
-from loading import config as config_module
-from loading.checkpoint import load
+from loading.checkpoint import Checkpoint, load
 from loading.place import DTYPES
 from model import Llama
 from passes import PROMPT_CHUNK
 from sampling import Sampling
 from session import Session
+from settings import DTYPE_NAMES, FORMAT_NAMES
 from talk import chat as chat_module
 from talk import cli as cli_module
 from tests.helpers import (
@@ -149,9 +150,9 @@ def test_sampling_of_the_checkpoint(cli, copy):
     assert run("--top-p", 0.5)[0] == 0, "what a flag overrides is not judged"
     edit(file, temperature=0.6, top_p=0.9, top_k=-1, min_p=0.2)
     expected = dict(temp=0.6, top_k=-1, top_p=0.9, min_p=0.2, repeat_penalty=1.5, repeat_last_n=-1)
-    assert config_module.read_sampling(copy) == expected
+    assert Checkpoint(copy).sampling() == expected
     edit(file, do_sample=False)
-    assert config_module.read_sampling(copy)["temp"] == 0, "as transformers generates"
+    assert Checkpoint(copy).sampling()["temp"] == 0, "as transformers generates"
 
 
 def test_penalty_of_the_checkpoint_equals_transformers(tmp_path):
@@ -393,9 +394,11 @@ def test_flags_that_are_not_given():
     (run.main, "--fp8 --save=", "-m or --save is empty"),
     (run.main, "-m=", "-m or --save is empty"),
     (run.main, "-n5", "unknown flag -n5: did you mean -n? "),  # to argparse, -n with the value 5
-    (bench.main, "text", "unexpected argument 'text' "),
+    (bench.main, "text", "unexpected argument 'text': write -m 'text'"),
     (run.main, "--mod x", "unknown flag --mod"),  # an abbreviation of --model
     (run.main, "text", "unexpected argument 'text': write -p 'text'"),
+    (run.main, "models/tales", "unexpected argument 'models/tales': write -m 'models/tales'"),
+    (serve.main, "models/tales", "unexpected argument 'models/tales': write -m 'models/tales'"),
     (run.main, "-\x1b", "unknown flag -?"),
 ])  # fmt: skip
 def test_wrong_usage_exits_2_in_one_line(monkeypatch, capfd, main, flags, said):
@@ -423,6 +426,37 @@ def test_bad_input_is_one_line_of_error(cli, tiny, arguments, stdin, expected):
     assert_refused(cli("-m", tiny, "--quiet", *alone, *arguments, stdin=stdin), expected)
 
 
+def test_ids_beyond_the_vocabulary(cli, copy):
+    """They are ignored with a note of one line, as in other programs."""
+    edit(copy / "generation_config.json", bos_token_id=-7, eos_token_id=[2, 9999])
+    code, _, said = cli("-m", copy, "-p", "a", "-n", 1)
+    assert code == 0
+    for name in "config.json: bos_token_id is -7;", "config.json: eos_token_id is [2, 9999];":
+        [line] = [line for line in said.splitlines() if name in line]
+        assert line.startswith("note: ") and line.endswith("does not have are ignored")
+    assert cli("-m", copy, "-p", "a", "-n", 1, "--quiet")[2] == ""
+
+
+def test_names_of_ollama(cli, tmp_path, monkeypatch):
+    """Where its file lies is said."""
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
+    media = "application/vnd.ollama.image."
+    layers = [
+        dict(mediaType=media + "license", digest="sha256:1"),
+        dict(mediaType=media + "model", digest="sha256:2"),
+    ]
+    library = tmp_path / "manifests/registry.ollama.ai/library/llama3.2"
+    library.mkdir(parents=True)
+    (library / "latest").write_text(json.dumps({"layers": layers}))
+    (library / "odd").write_text('{"layers": 5}')
+    for name in "llama3.2", "llama3.2:latest":
+        assert_refused(
+            cli("-m", name, "-p", "a"), f"Ollama has {name}: write -m {tmp_path}/blobs/sha256-2\n"
+        )
+    for name in "llama3.2:1b", "llama3.2:odd", "gemma":
+        assert "Ollama" not in cli("-m", name, "-p", "a")[2]
+
+
 def test_errors_with_and_without_their_traceback(cli, tiny, tmp_path, monkeypatch):
     code, out, err = cli("-m", tmp_path, "-p", "a", "--debug")
     assert code == 1 and out == "" and err.startswith("Traceback")
@@ -441,8 +475,8 @@ def test_help_comes_at_once(script):
         assert shown.returncode == code and "argparse" in imported, shown.stderr
         assert len(imported) < 250 and not imported & slow, "import these where they are used"
         assert code or "\nmodel:\n" in shown.stdout and "\noutput:\n" in shown.stdout
-    assert tuple(DTYPES) == cli_module.DTYPE_NAMES
-    assert tuple(kernels.FORMATS) == cli_module.FORMAT_NAMES
+    assert tuple(DTYPES) == DTYPE_NAMES
+    assert tuple(kernels.FORMATS) == FORMAT_NAMES
 
 
 def test_a_run_on_a_cpu_imports_no_triton(tiny):

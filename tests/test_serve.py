@@ -191,6 +191,7 @@ AT_ITS_END = dict(  # the least and the most that a field may be, and whole numb
     top_k=[-1, 0, 3.0, (1 << 31) - 1], repeat_penalty=[0.01, 100], repeat_last_n=[-1, 0, 2**31 - 1],
     seed=[-(1 << 63), -2, -1, 0, 5.0, 1 << 64], stop=["", [], ["a"] * 1024, "x" * 5000],
     ignore_eos=[True, False], logprobs=[False, True, 0, 20], n=[1.0], logit_bias=[[]],
+    presence_penalty=[-2, 0, 2], frequency_penalty=[-2, 0.5, 2], min_tokens=[0, 1], stop_token_ids=[[], [5]],
 )  # fmt: skip
 WRONG_FIELDS = dict(
     model=[5], max_tokens=["5", 1.5, True, -2, 1 << 31], max_completion_tokens=[[]],
@@ -199,7 +200,11 @@ WRONG_FIELDS = dict(
     repeat_last_n=[-2, 1 << 31], seed=["x", True, 0.5],
     stop=[5, [5], {}, ["a"] * 1025, [None]], stream=[1, "yes"],
     stream_options=[5, {"include_usage": 1}],
-    temp=[-1], repetition_penalty=["x"],
+    temp=[-1], repetition_penalty=["x"], n=[0, 17, "x", True], presence_penalty=[2.1, -2.1, "x"],
+    frequency_penalty=[2.1, -2.1], min_tokens=[-1, 0.5], stop_token_ids=[5, [-1], ["x"], [1 << 31]],
+    logit_bias=[5, {"x": 1}, {"1": 101}, {"1": "x"}, [1], [[1]]], guided_json=[5], guided_regex=[5],
+    guided_choice=[5, [5]], guided_grammar=[5], json_schema=[5, "x"], grammar=[5, {}],
+    response_format=[5, "json", {}, {"type": "xml"}, {"type": "json_schema"}], structured_outputs=[5],
     **{name: [3, "x", [{}], {"x": 1}] for name in UNSUPPORTED.keys() - CompletionRequest.names()},
 )  # fmt: skip
 WRONG_OF = {  # of one kind of request only
@@ -240,14 +245,14 @@ def test_serve_accepts_what_says_nothing_and_the_ends_of_ranges(server):
 def test_a_request_refuses_no_field_that_it_has():
     """What a sampler learns need not be taken out of UNSUPPORTED."""
 
-    class WithGrammar(CompletionRequest):
-        grammar: str = ""
+    class WithSuffix(CompletionRequest):
+        suffix: str = ""
 
-    body = b'{"prompt": "a", "grammar": "x"}'
-    assert parse_request(body, WithGrammar).grammar == "x"
-    with pytest.raises(APIError, match='grammar must be absent or ""'):
+    body = b'{"prompt": "a", "suffix": "x"}'
+    assert parse_request(body, WithSuffix).suffix == "x"
+    with pytest.raises(APIError, match='suffix must be absent or ""'):
         parse_request(body, CompletionRequest)
-    for name, value in ("n", b"true"), ("min_tokens", b"false"):
+    for name, value in ("best_of", b"true"), ("typical_p", b"true"):
         body = b'{"prompt": "a", "%s": %s}' % (name.encode(), value)
         with pytest.raises(APIError, match=f"{name} must be absent or"):
             parse_request(body, CompletionRequest)
@@ -526,7 +531,7 @@ def test_serve_goes_on_after_an_error(tiny, monkeypatch, capfd):
 
     def answer(debug=False, **more) -> list[serve.Part]:
         body = json.dumps(fields | more).encode()
-        asked = [serve.Asked(7, parse_request(body, CompletionRequest))]
+        asked = [serve.Asked(7, CompletionRequest, body)]
         sent = []
         pipe = SimpleNamespace(recv=asked.pop, send=sent.append, poll=lambda: bool(asked))
         desk = serve.Desk(session, "tiny", pipe, debug)
@@ -651,15 +656,15 @@ def test_serve_names_of_models(tmp_path, monkeypatch):
 
 def test_serve_bounds_its_queue():
     """In bytes, too."""
-    log = []
     args = serve.parse_args(["-m", str(TALES), "--quiet"])
-    front = serve.Frontend(args, SimpleNamespace(send=log.append), mmap.mmap(-1, 1), "x", 9)
+    front = serve.Frontend(args, None, mmap.mmap(-1, 1), "x", 9)
+    of_size = lambda size: serve.Client(CompletionRequest, b'{"prompt": "a"}'.ljust(size))
     half = serve.QUEUE_BYTES // 2
-    front.waiting += [serve.Client(None, serve.QUEUE_BYTES), serve.Client(None, half)]
+    front.waiting += [of_size(serve.QUEUE_BYTES), of_size(half)]
 
     def refuses(size: int) -> bool:
         try:
-            front.check_room(size)
+            front.check_room(of_size(size))
         except APIError as error:
             assert (error.status_code, error.code) == (503, "queue_full")
             return True
@@ -711,5 +716,5 @@ def test_serve_as_the_openai_package_asks(server):
     chunks = client.chat.completions.create(**asks, stream=True)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert text == whole.message.content
-    with pytest.raises(openai.BadRequestError, match="n must be absent or 1"):
-        client.chat.completions.create(**asks, n=2)
+    with pytest.raises(openai.BadRequestError, match="best_of must be absent or 1"):
+        client.chat.completions.create(**asks, extra_body={"best_of": 2})

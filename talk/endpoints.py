@@ -1,0 +1,21 @@
+"""What a server is asked: a class for each path."""
+
+from talk.messages import CountRequest, MessagesRequest
+from talk.openai import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ModelRequest,
+    TokenizeRequest,
+)
+from talk.responses import ResponsesRequest
+
+ENDPOINTS: dict[str, type[ModelRequest]] = {
+    "/chat/completions": ChatCompletionRequest,
+    "/completions": CompletionRequest,
+    "/responses": ResponsesRequest,
+    "/messages": MessagesRequest,
+    "/messages/count_tokens": CountRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
