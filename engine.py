@@ -476,11 +476,11 @@ class Engine:
         """The chain in which the device itself proposes for these texts. Returns None if the proposer
         has none, or where the context may have no room: what the host knows of a text may be a pass
         behind, and the device is to be another one ahead."""
-        N = self.passes.segments(len(sequences))
-        count = min(self.proposer.n, MAX_FEW // N - 1)
-        if count < 1 or any(s.pos + 3 * (1 + count) > self.size for s in sequences):
+        count = self._proposals_each(sequences)
+        longest = max(s.pos for s in sequences)
+        if count < 1 or longest + 3 * (1 + count) > self.size:
             return None
-        return self.proposer.chain(N, count)
+        return self.proposer.chain(self.passes.segments(len(sequences)), count)
 
     def _verify(self, sequences: list[Sequence], chain: Chain) -> None:
         """Evaluate the last token of each text with what a head has proposed to follow it, and let the
@@ -516,10 +516,13 @@ class Engine:
             self.passes.settle(pass_, wishes)
         self.passes.run(("propose", chain.switches), chain, chain.propose)
 
+    def _proposals_each(self, sequences: list[Sequence]) -> int:
+        """How many proposals each of these texts may have: as many as a pass of a few tokens takes."""
+        return min(self.proposer.n, MAX_FEW // self.passes.segments(len(sequences)) - 1)
+
     def _proposals(self, sequences: list[Sequence]) -> list[list[int]]:
-        """What may follow each text: as much as one pass of a few tokens takes, and the context has
-        room for."""
-        count = min(self.proposer.n, MAX_FEW // self.passes.segments(len(sequences)) - 1)
+        """What may follow each text, as far as the context has room for it."""
+        count = self._proposals_each(sequences)
         if count < 1 or any(s.pos + 1 + count >= self.size for s in sequences):
             return [[] for _ in sequences]
         return [self.proposer.propose(s, count) for s in sequences]
