@@ -24,8 +24,10 @@ from engine import Engine, Timings, generate
 from formats import Format, Matrix
 from kernels import FORMATS
 from model import LayerWeights, Llama
+from passes import Pass
 from settings import Sampling
-from speculation.heads import Head, HeadWeights, Verification
+from speculation.head_file import HeadWeights
+from speculation.heads import Head, Verification
 from talk import bench_flags
 from talk.cli import Parser, note, use_safe_streams
 
@@ -73,22 +75,25 @@ def random_head(model: Llama, format: Format | None, known: int = KNOWN) -> Head
     )
 
 
-class Planted(Verification):
-    """Proposals of which so many are accepted, on average, whatever is drawn."""
+def plant(model: Llama, chain: Verification, accepted: float) -> None:
+    """Let the model draw what was proposed to it, so often that so many proposals of a pass are accepted
+    on average."""
+    _, n = chain.shape
+    ends = torch.tensor([int(accepted * i) for i in range(101)], device=model.device)
+    counts = ends.diff()
+    turn = torch.zeros(1, dtype=torch.int64, device=model.device)
+    row = torch.arange(1 + n, device=model.device)
+    sample = model.ops.sample
 
-    def __init__(self, head: Head, n: int, accepted: float):
-        super().__init__(head, 1, n)
-        self.head.chains[1, n] = self
-        ends = [int(accepted * i) for i in range(101)]
-        device = head.device
-        self.counts_in_turn = torch.tensor(ends, device=device).diff()
-        self.turn = torch.zeros(1, dtype=torch.int64, device=device)
-        self.row = torch.arange(1 + n, device=device)
+    def planted(logits: Tensor, pass_: Pass) -> None:
+        sample(logits, pass_)
+        if pass_ is chain.target:
+            proposed = chain.found[0, 0]
+            drawn = torch.where(row < counts.index_select(0, turn % 100), proposed, proposed + 1)
+            pass_.drawn.index_copy_(0, chain.rest.place.long(), drawn)
+            turn.add_(1)
 
-    def drawn(self, behind: Tensor, proposed: Tensor) -> Tensor:
-        accepted = self.counts_in_turn.index_select(0, self.turn % 100)
-        self.turn.add_(1)
-        return torch.where(self.row < accepted, proposed, proposed + 1)
+    model.ops.sample = planted
 
 
 def speed(engine: Engine, repetitions: int, n: int) -> tuple[float, float]:
@@ -103,16 +108,19 @@ def speed(engine: Engine, repetitions: int, n: int) -> tuple[float, float]:
 
 @torch.inference_mode()
 def rows_of(model: Llama, args: argparse.Namespace) -> Iterator[dict]:
+    sample = model.ops.sample
     plain, _ = speed(Engine(model), args.repetitions, args.tokens)
     own = FORMATS.get(bench.format_of(model))
-    formats = dict.fromkeys((own, FORMATS["e4m3"]))
+    formats = dict.fromkeys((own, FORMATS["e4m3"], FORMATS["int4"]))
     for format, (n, mean) in itertools.product(formats, args.accept):
         weights = random_head(model, format)
         engine = Engine(model)
         head = Head(n, engine.passes, weights)
         head.always = True
         engine.proposer = head
-        chain = Planted(head, n, mean - 1)
+        chain = head.chain(1, n)
+        model.ops.sample = sample
+        plant(model, chain, mean - 1)
         speculative, per_pass = speed(engine, args.repetitions, args.tokens)
         alone = pass_seconds(engine.passes, 1 + n, 100)
         verify = device_time(chain.verify, model)

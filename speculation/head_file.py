@@ -5,7 +5,7 @@ checked, and what is not supported is refused by name."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -22,7 +22,26 @@ from loading.layouts import Files
 from loading.place import free_memory
 from loading.reading import FileTensor, read
 from model import Config, LayerWeights, Llama
-from speculation.heads import HeadWeights
+
+# ---- a head
+
+
+@dataclass
+class HeadWeights:
+    """A loaded head. C and V are the head's; the model's hidden states are W wide."""
+
+    config: Config  # of its layer
+    embedding: Tensor  # [the model's V, C]
+    norms: Tensor  # [2, C]: of the embedding, of the state
+    fc: Matrix  # [C, layers W]
+    layer: LayerWeights  # wqkv [(H + 2 KH) D, 2 C]
+    norm: Tensor  # [C]
+    output: Matrix  # [V, C]
+    ids: Tensor  # int64 [V]: the model's ids of the head's
+    layers: tuple[int, ...]  # of the model: the states that enter them
+    norm_before_residual: bool = False  # the residual is the normed state
+    norm_output: bool = False  # so is what the head goes on from
+
 
 # ---- on disk
 

@@ -19,15 +19,12 @@ leave keys and values behind, which are overwritten before a row sees them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from formats import Matrix
-from model import Config, LayerWeights
 from passes import LENGTHS, PROMPT_CHUNK, Cache, Pass, Passes, Wish, on_its_way
 from products import MAX_FEW, fit_norm
 from sampling import mask_without
@@ -35,25 +32,9 @@ from speculation.proposals import Proposer
 
 if TYPE_CHECKING:
     from engine import Sequence
+    from speculation.head_file import HeadWeights
 
 # ---- the proposer
-
-
-@dataclass
-class HeadWeights:
-    """A loaded head. C and V are the head's; the model's hidden states are W wide."""
-
-    config: Config  # of its layer
-    embedding: Tensor  # [the model's V, C]
-    norms: Tensor  # [2, C]: of the embedding, of the state
-    fc: Matrix  # [C, layers W]
-    layer: LayerWeights  # wqkv [(H + 2 KH) D, 2 C]
-    norm: Tensor  # [C]
-    output: Matrix  # [V, C]
-    ids: Tensor  # int64 [V]: the model's ids of the head's
-    layers: tuple[int, ...]  # of the model: the states that enter them
-    norm_before_residual: bool = False  # the residual is the normed state
-    norm_output: bool = False  # so is what the head goes on from
 
 
 class Head(Proposer):
@@ -209,9 +190,7 @@ class Verification:
         self.counts = numbers(N + 1)  # by how many tokens each text has moved on, and 0
         self.found = numbers(2, N, 1 + n)
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
-        self.begins = torch.arange(
-            0, rows, 1 + n, device=model.device
-        )  # the first row of each text
+        self.first_rows = torch.arange(0, rows, 1 + n, device=model.device)
         self.runs = torch.zeros(N, dtype=torch.int64, device=model.device)
 
     @property
@@ -259,25 +238,21 @@ class Verification:
                 q, h = self.head.begin(h, step)
             h = self.head.finish(q, h, step)
 
-    def drawn(self, behind: Tensor, proposed: Tensor) -> Tensor:
-        """What the model drew at these places."""
-        return self.target.drawn.index_select(0, behind)
-
     def verify(self) -> None:
         N, n = self.shape
         head, model, target = self.head, self.head.model, self.target
-        behind = target.place + 1
-        proposed = target.tokens.index_select(0, behind)
+        behind = self.rest.place
+        proposed, drawn = self.found
+        torch.index_select(target.tokens, 0, behind, out=proposed.view(-1))
         model.forward(target, target.logits)
         model.ops.sample(target.logits, target)  # writes what it draws over the proposals
-        drawn = self.drawn(behind, proposed)
-        torch.stack((proposed, drawn), out=self.found.view(2, -1))
-        agree = (proposed == drawn).view(N, 1 + n)[:, :n]
+        torch.index_select(target.drawn, 0, behind, out=drawn.view(-1))
+        agree = (proposed == drawn)[:, :n]
         accepted = agree.int().cumprod(1).sum(1)
-        last_rows = self.begins + accepted
+        last_rows = self.first_rows + accepted
         states = head.join(len(behind))
         head.last.index_copy_(0, self.runs, states.index_select(0, last_rows))
         q, h = head.begin(states, self.rest)
-        self.counts[:N] = accepted + 1
+        torch.add(accepted, 1, out=self.counts[:N])
         self.now.add_(self.counts.index_select(0, self.text))
         self.go_on(q.index_select(0, last_rows), h.index_select(0, last_rows))
