@@ -660,7 +660,7 @@ MUTANTS = [
         "speculation/heads.py",
         "count = min(count, self.counts.get(source, 0))",
         "count = min(count, 99)",
-        "in_company and eagle",
+        "text_begins_with",
     ),
     Mutant(
         "speculation/heads.py",
@@ -678,7 +678,7 @@ MUTANTS = [
         "speculation/heads.py",
         "self.cache.copy(source, target, count)",
         "pass",
-        "in_company and eagle",
+        "text_begins_with",
     ),
     Mutant(
         "speculation/heads.py",

@@ -380,6 +380,33 @@ def test_a_reused_beginning_is_evaluated_from_one_position_earlier(exact, tmp_pa
     assert torch.equal(engine.slots[0].prompt_logits, logits)
 
 
+def test_a_head_knows_what_a_text_begins_with(exact, target, tmp_path):
+    """A copy of what another text has evaluated; of a text without proposals no more than the head
+    has."""
+    head = eagle_head(tmp_path / "head")
+    reference = Reference(head, target[1])
+    engine = with_head(exact, head, n=3, parallel=2)
+    seen = watched(engine)
+    first = text(FEW * 2, 30, MOST_PROBABLE)
+    engine.add(first)
+    while len(first.ids) < 20:
+        engine.step()
+    copied = text([*FEW * 2, 8], 12, MOST_PROBABLE)
+    run(engine, [copied])
+    assert copied.timings.prompt_tokens == 2
+    engine.proposer.always = False
+    engine.proposer.pacer.ready = lambda: False
+    plain = text([9, 5, 9, 5, 6], 20, MOST_PROBABLE)
+    run(engine, [plain])
+    engine.proposer.always = True
+    longer = text(plain.ids[:-2], 12, MOST_PROBABLE)
+    run(engine, [longer])
+    assert longer.timings.prompt_tokens > 15
+    assert {copied, longer} <= {s for s, *_ in seen}
+    for s, ids, proposals, _ in seen:
+        assert proposals == reference.propose(ids, len(proposals), MOST_PROBABLE, FEW)
+
+
 def test_a_head_whose_logits_overflow_proposes_nothing_of_use(exact, target, tmp_path):
     head = eagle_head(tmp_path / "head")
     change(head, lambda tensors: tensors["norm.weight"].fill_(3e38))
