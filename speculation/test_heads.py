@@ -387,24 +387,25 @@ def test_a_head_knows_what_a_text_begins_with(exact, target, tmp_path):
     reference = Reference(head, target[1])
     engine = with_head(exact, head, n=3, parallel=2)
     seen = watched(engine)
-    first = text(FEW * 2, 30, MOST_PROBABLE)
+    free = partial(text, sampling=MOST_PROBABLE, eos=[], ignore_eos=False)
+    first = free(FEW * 2, 30)
     engine.add(first)
     while len(first.ids) < 20:
         engine.step()
-    copied = text([*FEW * 2, 8], 12, MOST_PROBABLE)
+    copied = free([*FEW * 2, 8], 12)
     run(engine, [copied])
     assert copied.timings.prompt_tokens == 2
     engine.proposer.always = False
     engine.proposer.pacer.ready = lambda: False
-    plain = text([9, 5, 9, 5, 6], 20, MOST_PROBABLE)
+    plain = free([9, 5, 9, 5, 6], 20)
     run(engine, [plain])
     engine.proposer.always = True
-    longer = text(plain.ids[:-2], 12, MOST_PROBABLE)
+    longer = free(plain.ids[:-2], 12)
     run(engine, [longer])
     assert longer.timings.prompt_tokens > 15
     assert {copied, longer} <= {s for s, *_ in seen}
     for s, ids, proposals, _ in seen:
-        assert proposals == reference.propose(ids, len(proposals), MOST_PROBABLE, FEW)
+        assert proposals == reference.propose(ids, len(proposals))
 
 
 def test_a_head_whose_logits_overflow_proposes_nothing_of_use(exact, target, tmp_path):
