@@ -84,8 +84,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--cors", action="append", default=[], metavar="ORIGIN",
         help="allow web pages of this origin, such as https://example.org, besides those on"
         " localhost; * is all; may be repeated")
-    add("-np", "--parallel", type=cli.within(int, 1, 64), default=4, metavar="N",
-        help="how many texts are written beside each other, each with a context of its own [4]")
+    cli.add_option(add, "parallel", default=4)
     add("--queue", type=cli.within(int, 0, 10_000), default=64, metavar="N",
         help="how many requests may wait; others are refused")
     add("--quiet", action="store_true", help="print only errors")

@@ -28,7 +28,7 @@ from grammars import json_grammar
 from loading.checkpoint import Checkpoint, load, open_checkpoint
 from loading.place import DTYPES
 from logprobs import Logprob, PromptScores
-from passes import MOST_TEXTS, Passes
+from passes import Passes
 from ranks.processes import Ranks
 from sampling import Sampling
 from settings import SETTINGS, Options
@@ -255,7 +255,6 @@ class Session:
         lookup: int | None = None,
         draft: str | None = None,
         draft_max: int = 4,
-        parallel: int = 1,
         quiet: bool = False,
         ranks: Ranks = Ranks(),
         **options,
@@ -264,12 +263,11 @@ class Session:
         settings.Options; dtype may also be torch's. sampling, quiet and ranks: see
         checkpoint.load. chat_template: a name or a file, instead of the checkpoint's own. lookup:
         propose so many tokens from earlier in the text. draft: a smaller model, which proposes
-        draft_max tokens. parallel: how many texts may be written at once, each with a context of
-        its own. Raises ValueError, OSError or MemoryError with a message of one line."""
+        draft_max tokens. Raises ValueError, OSError or MemoryError with a message of one line."""
         start = time.perf_counter()
         if "dtype" in options:
             options["dtype"] = dtype_name(options["dtype"])
-        threads = Options(**options).threads
+        threads, parallel = Options(**options).threads, Options(**options).parallel
         checkpoint = open_checkpoint(model)
         config = checkpoint.config
         # Opened before the weights, which may take minutes, so that its errors come at once
@@ -278,8 +276,6 @@ class Session:
         )
         if threads:
             torch.set_num_threads(threads)
-        if not 1 <= parallel <= MOST_TEXTS:
-            raise ValueError(f"parallel is {parallel}; it must be from 1 to {MOST_TEXTS}")
         if lookup and draft:
             raise ValueError("lookup and draft both propose tokens: use one of them")
         # Ranks would disagree about when proposals pay off
