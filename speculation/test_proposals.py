@@ -223,7 +223,7 @@ def test_draft_of_another_vocabulary(exact, more):
         options = dict(n=50, sampling=flat, eos=[])
         found = list(generate(exact, prompt, engine_with(exact, draft), **options))
         assert found == list(generate(exact, prompt, **options))
-        assert len(proposals) >= 50 and max(proposals) < min(V, V + more)
+        assert len(proposals) > 30 and max(proposals) < min(V, V + more)
         seen = draft.own_passes.cache.tokens.tolist()
         only_the_model_has = more < 0
         assert seen[:3] == [1, 0 if only_the_model_has else V - 99, 9]
