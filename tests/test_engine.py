@@ -55,6 +55,7 @@ SETTINGS = [
     Sampling(temp=2, top_k=0, top_p=1, min_p=0, seed=5),
     Sampling(repeat_penalty=1.5, repeat_last_n=6, seed=0),
     Sampling(temp=0, repeat_penalty=1.1, repeat_last_n=-1),
+    Sampling(temp=0, presence_penalty=0.5, frequency_penalty=0.7),
 ]
 SYSTEM = [1, 5, 9, 3, 7, 7, 4, 8, 6, 5, 4, 3]
 WAYS = {
@@ -70,6 +71,7 @@ A_TEXT = st.fixed_dictionaries(dict(
     new=st.lists(st.integers(3, 9) | st.integers(3, 299), min_size=1, max_size=9),
     n=st.sampled_from([0, 1, 5, 9, -1]),  # the last fills the context
     sampling=st.sampled_from(SETTINGS),
+    bias=st.sampled_from([None, None, {7: 9.0, 20: -9.0}]),
     eos=st.sampled_from([[], [*range(3, 60)], [-1, 999]]),
     ignore_eos=st.booleans(),
     ends=st.none() | st.integers(1, 6),  # stops at that token
@@ -77,6 +79,9 @@ A_TEXT = st.fixed_dictionaries(dict(
     taken=st.none() | st.none() | st.integers(0, 6),  # is closed after so many
     scores=st.sampled_from([None] * 5 + [0, 2]),
 ))  # fmt: skip
+
+
+OPTIONS = "n", "sampling", "bias", "eos", "ignore_eos"
 
 
 @contextlib.contextmanager
@@ -121,10 +126,8 @@ def test_a_text_is_the_same_in_any_company(
         expected = []
         for text in texts:
             text["prompt"] = SYSTEM[: text["kept"]] + text["new"]
-            names = "n", "sampling", "eos", "ignore_eos"
-            options = {name: text[name] for name in names}
-            alone = Engine(exact, 1, size)
-            whole = [*generate(exact, text["prompt"], alone, **options)]
+            options = {name: text[name] for name in OPTIONS}
+            whole = [*Written(Engine(exact, 1, size), text["prompt"], **options)]
             expected.append(whole[: text["ends"]])
         if in_graphs and not ON_GPU:
             decode_in_graphs(patch)
@@ -161,8 +164,7 @@ def check_company(engine: Engine, texts: list[dict], expected: list[list[int]], 
                 raise ZeroDivisionError
             return count == text["ends"]
 
-        names = "n", "sampling", "eos", "ignore_eos", "scores"
-        options = {name: text[name] for name in names}
+        options = {name: text[name] for name in (*OPTIONS, "scores")}
         open_ones.append((text, whole, Written(engine, text["prompt"], ends, **options)))
     interrupts = 0
     while open_ones:
@@ -722,6 +724,7 @@ def test_the_host_is_one_pass_ahead(exact, monkeypatch):
     beside = [Written(engine, [9, i], n=4, **options) for i in (3, 4)]
     assert [len(list(text)) for text in beside] == [4, 4] and engine.idle
     assert 2 in launched and sum(launched[3:]) == 6, "a pass for each token but the first"
+    assert len(stopped.tokens) == 3, "a text that has ended is read"
 
 
 def test_padding_stays_where_it_is(exact, monkeypatch):
