@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from cards import hopper
 from cards.cpu import without_onednn
-from cards.sizes import SplitSizes, few_rows_sizes, split_sizes
+from cards.sizes import SplitSizes, few_rows_sizes, single_row_sizes, split_sizes
 from formats import Matrix, plain_values
 from fp8 import E4M3, e4m3_encode
 from launch import (
@@ -72,8 +72,8 @@ class PassView(Protocol):
     is written, but attention gives them zeros, and no other row reads their keys and values."""
 
     tokens: Tensor  # int32 [P]: the token at each place
-    # int32 [P]: what was sampled, for the host (pinned memory on a GPU); -1 where logits are not
-    # finite
+    # int32 [P]: what was sampled, one place behind the sampled row's own, for the host (pinned memory
+    # on a GPU); -1 where logits are not finite
     drawn: Tensor
     place: Tensor  # int32 [T]: where each row's token, keys and values lie
     position: Tensor  # int32 [T]: how many tokens of its sequence come before it
@@ -544,7 +544,7 @@ def _launch_split(q: Tensor, k: Tensor, v: Tensor, out: Tensor, pass_: PassView)
     N = len(pass_.segments)
     rows = pass_.longest * H // KH
     scales, constants = _constants(q, k)
-    sizes = split_sizes(q.device, rows)
+    sizes = single_row_sizes(q.device, N) if rows == 1 else split_sizes(q.device, rows)
     least = 1 if rows == 1 else 16  # rows, and positions: tl.dot needs 16 of each
     padded = min(triton.next_power_of_2(rows), SPLIT_ROWS)
     block_m = max(padded, least)

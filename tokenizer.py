@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
 
-from loading.files import one_line, one_line_errors, read_bytes, read_json
+from loading.files import one_line, one_line_errors, read_bytes, read_json, read_text
 from loading.gguf import read_header
-from loading.gguf_tokenizer import TURN_MARKS, tokenizer_files
+from loading.gguf_tokenizer import QWEN2, TURN_MARKS, tokenizer_files
 from loading.hub import find_gguf
 from loading.templates import find_template, named_template, render
 
@@ -434,8 +434,9 @@ BYTE_LEVEL = {chr(byte): byte for byte in VISIBLE} | {
 
 
 def tokenizer_file(folder: Path) -> Path:
-    """tokenizer.json or tokenizer.model of a folder, in transformers' order. Meta's layout may have
-    the latter in the folder's parent. Raises OSError, ValueError."""
+    """tokenizer.json or tokenizer.model of a folder, in transformers' order, or vocab.json, which has
+    merges.txt beside it. Meta's layout may have tokenizer.model in the folder's parent. Raises
+    OSError, ValueError."""
     whole = folder / "tokenizer.json"
     files = [folder / "tokenizer.model"]
     if not (folder / "config.json").is_file():  # Meta's layout
@@ -448,7 +449,39 @@ def tokenizer_file(folder: Path) -> Path:
         return files[0]
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder {folder} here")
-    raise FileNotFoundError(f"{folder} holds no tokenizer.model and no tokenizer.json")
+    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        return folder / "vocab.json"
+    lacks = f"{folder} holds no tokenizer.model and no tokenizer.json"
+    if (folder / "tekken.json").is_file():
+        lacks += "; of tekken.json, which it has, take the version in Hugging Face's layout or GGUF"
+    raise FileNotFoundError(lacks)
+
+
+def of_two_files(vocab: dict, folder: Path, config: dict) -> dict:
+    """The tokenizer.json that transformers makes of vocab.json and merges.txt. Raises OSError,
+    ValueError."""
+    kind = str(config.get("tokenizer_class")).removesuffix("Fast")
+    if kind not in ("GPT2Tokenizer", "Qwen2Tokenizer"):
+        remedy = "save it by transformers' AutoTokenizer, which writes a tokenizer.json"
+        raise ValueError(f"{folder} has vocab.json and merges.txt of {kind}: {remedy}")
+    is_qwen = kind == "Qwen2Tokenizer"
+    lines = read_text(folder / "merges.txt").splitlines()
+    byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True)
+    cuts = [byte_level | {"use_regex": not is_qwen}]
+    if is_qwen:
+        split = dict(type="Split", pattern={"Regex": QWEN2}, behavior="Isolated", invert=False)
+        cuts.insert(0, split)
+    return {
+        "version": "1.0",
+        "normalizer": {"type": "NFC"} if is_qwen else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": cuts},
+        "decoder": byte_level | {"use_regex": True},
+        "model": {
+            "type": "BPE",
+            "vocab": vocab,
+            "merges": [line for line in lines if line and not line.startswith("#version")],
+        },
+    }
 
 
 def as_llama(raw: dict, folder: Path, config: dict) -> None:
@@ -513,6 +546,8 @@ class Tokenizer:
                 # as in transformers, the second is read only of old tokenizers
                 if (folder / name).is_file() and "added_tokens_decoder" not in self.config:
                     self.config |= read_json(folder / name)
+            if file.name == "vocab.json":
+                raw = of_two_files(raw, folder, self.config)
             if isinstance(raw, dict):
                 as_llama(raw, folder, self.config)
         kind = SentencePiece if isinstance(raw, bytes) else TokenizerJson

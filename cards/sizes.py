@@ -84,7 +84,8 @@ def tables() -> dict[str, Any]:
               FewSizes. null stands for the library, or for the kernel of prompts with experts:
               where that was faster, and for 16-bit weights on cards that were not measured
     grouped   bits per weight, slots for each expert, on average: GroupedSizes
-    split     query rows per key/value head: SplitSizes
+    single_rows  segments of one query row per key/value head each: SplitSizes
+    split     query rows of a segment per key/value head, if there are several: SplitSizes
     few_rows  exact capability: SplitSizes of cards/hopper.py's kernel for a few rows, whose tiles
               are 16 positions per warp
 
@@ -139,6 +140,10 @@ def few_sizes(
 def grouped_sizes(device: torch.device, bits: int, each: int) -> GroupedSizes:
     table = nearest(nearest(tables()["grouped"], capability(device)), bits)
     return GroupedSizes(*nearest(table, each))
+
+
+def single_row_sizes(device: torch.device, segments: int) -> SplitSizes:
+    return SplitSizes(*nearest(nearest(tables()["single_rows"], capability(device)), segments))
 
 
 def split_sizes(device: torch.device, rows: int) -> SplitSizes:

@@ -303,7 +303,7 @@ class Chat:
                 if command.argument == "FILE" and not argument:
                     raise ValueError(f"{name} needs the name of a file")
                 command.run(self, argument)
-            elif re.fullmatch("/[a-z]+", name):  # a path has more slashes or a dot
+            elif self.looks_like_a_command(name):
                 similar = difflib.get_close_matches(name, COMMANDS, 1)
                 meant = f"did you mean {similar[0]}? " if similar else ""
                 raise ValueError(f"no command {name}: {meant}/help lists them")
@@ -316,6 +316,11 @@ class Chat:
             note(f"error: {error_line(error)}")
             if self.output.jsonl:
                 show(json.dumps({"prompt": message, "error": error_line(error)}) + "\n")
+
+    def looks_like_a_command(self, name: str) -> bool:
+        """Whether a message's first word is no path and no comment."""
+        is_path = lambda: os.path.exists(name)
+        return bool(re.fullmatch("/[a-z]+", name)) and not self.ranks.broadcast(is_path)
 
     def answer(self, message: str) -> bool:
         """Show the answer to a message. Returns whether there is one."""

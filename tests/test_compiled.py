@@ -85,6 +85,7 @@ def launch_attention(dtype: torch.dtype) -> None:
     for T, heads in ((1, (8, 8, 128)), (3, (16, 2, 128)), (512, (8, 8, 128))):
         attend(T, heads)
     attend(1, (16, 2, 128), segments=[(16, 300), (1, 0)])
+    attend(1, (8, 8, 128), segments=[(1, 300)] * 16)
     if dtype == torch.float16:
         for T, heads in ((96, (8, 8, 128)), (1, (4, 2, 256)), (96, (4, 2, 256))):
             attend(T, heads)

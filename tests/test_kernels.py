@@ -164,7 +164,8 @@ def test_products_do_not_depend_on_launch_sizes(T, sizes, monkeypatch):
     ((2, 2, 16), (64, 16, 4, 1, 0)), ((8, 1, 32), (1, 32, 4, 2, 64)), ((4, 2, 136), (1, 32, 4, 2, 64)),
 ], ids=str)  # fmt: skip
 def test_attention_does_not_depend_on_launch_sizes(heads, sizes, monkeypatch):
-    monkeypatch.setattr(attention, "split_sizes", lambda *_: launch_sizes.SplitSizes(*sizes))
+    for kind in ("single_row_sizes", "split_sizes"):
+        monkeypatch.setattr(attention, kind, lambda *_: launch_sizes.SplitSizes(*sizes))
     for T, before in ((1, 0), (1, 200), (3, 150)):
         check_attention(heads, T, before, runs=2)
 

@@ -26,6 +26,7 @@ from model import Llama
 from passes import PROMPT_CHUNK
 from sampling import Sampling
 from session import Session
+from settings import DTYPE_NAMES, FORMAT_NAMES
 from talk import chat as chat_module
 from talk import cli as cli_module
 from tests.helpers import (
@@ -423,6 +424,17 @@ def test_bad_input_is_one_line_of_error(cli, tiny, arguments, stdin, expected):
     assert_refused(cli("-m", tiny, "--quiet", *alone, *arguments, stdin=stdin), expected)
 
 
+def test_ids_beyond_the_vocabulary(cli, copy):
+    """They are ignored with a note of one line, as in other programs."""
+    edit(copy / "generation_config.json", bos_token_id=-7, eos_token_id=[2, 9999])
+    code, _, said = cli("-m", copy, "-p", "a", "-n", 1)
+    assert code == 0
+    for name in "config.json: bos_token_id is -7;", "config.json: eos_token_id is [2, 9999];":
+        [line] = [line for line in said.splitlines() if name in line]
+        assert line.startswith("note: ") and line.endswith("does not have are ignored")
+    assert cli("-m", copy, "-p", "a", "-n", 1, "--quiet")[2] == ""
+
+
 def test_names_of_ollama(cli, tmp_path, monkeypatch):
     """Where its file lies is said."""
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
@@ -461,8 +473,8 @@ def test_help_comes_at_once(script):
         assert shown.returncode == code and "argparse" in imported, shown.stderr
         assert len(imported) < 250 and not imported & slow, "import these where they are used"
         assert code or "\nmodel:\n" in shown.stdout and "\noutput:\n" in shown.stdout
-    assert tuple(DTYPES) == cli_module.DTYPE_NAMES
-    assert tuple(kernels.FORMATS) == cli_module.FORMAT_NAMES
+    assert tuple(DTYPES) == DTYPE_NAMES
+    assert tuple(kernels.FORMATS) == FORMAT_NAMES
 
 
 def test_a_run_on_a_cpu_imports_no_triton(tiny):

@@ -282,6 +282,36 @@ def test_a_row_that_is_not_finite_among_others():
         assert pass_.drawn[place] == pass_.tokens[place] == expected[place]
 
 
+@pytest.mark.parametrize("feeds", [False, True])
+def test_biases_and_penalties_of_each_text(feeds):
+    """Of tokens that the text has had; those of the prompt do not count."""
+    V = 90
+    asked = [
+        dict(presence_penalty=2.0), dict(frequency_penalty=-1.5, temp=0), dict(),
+        dict(presence_penalty=-2.0, frequency_penalty=1.5, repeat_penalty=1.2),
+    ]  # fmt: skip
+    settings = [Sampling(**own, seed=random.randrange(1 << 63)) for own in asked]
+    begins = [0, 7, 3, 20]
+    biases = torch.zeros(4, V)
+    biases[1, 5], biases[2, 8] = 30.0, -100.0
+    pass_, logits, _ = texts_of([(1, 40), (2, 30), (1, 5), (1, 60)], V, settings, [[]] * 4, feeds)
+    expected = {}
+    for r, row in enumerate(pass_.rows.tolist()):
+        place, position = int(pass_.place[row]), int(pass_.position[row])
+        history = pass_.tokens[place - position : place + 1].cpu()
+        own = logits[r].cpu() + biases[r]
+        for token in range(V):
+            count = history[begins[r] :].tolist().count(token)
+            own[token] -= settings[r].frequency_penalty * count
+            own[token] -= settings[r].presence_penalty * (count > 0)
+        expected[place + 1] = sampling._choose_ref(own, history, settings[r])
+    for ops in (kernels.fused, kernels.reference):
+        pass_.sampler = sampler_of("fused", 4)
+        pass_.sampler.set(settings, biases=biases, begins=begins)
+        ops.sample(logits.clone(), pass_)
+        assert {place: int(pass_.drawn[place]) for place in expected} == expected
+
+
 def test_masks_of_any_token():
     for V in (17, 64, 100):
         forbidden = set(random.sample(range(V), V // 2))

@@ -23,6 +23,7 @@ from tests.helpers import (
     TEXT,
     changed_json,
     conversation,
+    edit,
     encode_after,
     examples,
     streamed,
@@ -491,6 +492,32 @@ def test_tokenizer_json_equals_transformers(tmp_path, family):
         asked = dict(add_generation_prompt=more, return_dict=False)
         expected = theirs.apply_chat_template(messages, **asked)
         assert ours.apply_chat_template(messages, more) == expected, messages
+
+
+@pytest.mark.parametrize("kind", ["Qwen2Tokenizer", "GPT2Tokenizer"])
+def test_vocabulary_and_merges_in_two_files(tmp_path, kind):
+    """As older tokenizers of byte pairs have them. What cannot be read says what to take instead."""
+    with changed_json(train_tokenizer_json(tmp_path, "qwen 3") / "tokenizer.json") as raw:
+        model, added = raw["model"], raw["added_tokens"]
+    (tmp_path / "tokenizer.json").unlink()
+    decoder = {token["id"]: dict(content=token["content"], special=True) for token in added}
+    with changed_json(tmp_path / "tokenizer_config.json") as config:
+        config |= dict(tokenizer_class=kind, added_tokens_decoder=decoder)
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = [" ".join(merge) for merge in model["merges"]]
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+    ours, theirs = Tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for _ in range(100):
+        text = random_text(30) + random.choice(["", *ours.control])
+        assert ours.encode(text, parse_special=True) == theirs(text)["input_ids"], (text,)
+    edit(tmp_path / "tokenizer_config.json", tokenizer_class="BloomTokenizer")
+    with pytest.raises(ValueError, match="of BloomTokenizer: save it by transformers"):
+        Tokenizer(tmp_path)
+    (tmp_path / "merges.txt").rename(tmp_path / "tekken.json")
+    with pytest.raises(
+        OSError, match="tekken.json, which it has, take the version in Hugging Face"
+    ):
+        Tokenizer(tmp_path)
 
 
 def in_vocabulary(raw: dict, config: dict) -> None:
