@@ -8,6 +8,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from http import HTTPStatus
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -68,7 +69,7 @@ KINDS |= {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 def error_body(error: HTTPException) -> dict:
     """What clients of OpenAI's API and of Anthropic's look for."""
     kind = KINDS.get(error.status_code, "invalid_request_error")
-    code = getattr(error, "code", error.detail.lower().replace(" ", "_"))
+    code = getattr(error, "code", HTTPStatus(error.status_code).name.lower())
     param = getattr(error, "param", None)
     said = dict(message=one_line(error.detail), type=kind, code=code, param=param)
     return {"type": "error", "error": said}
