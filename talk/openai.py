@@ -33,14 +33,11 @@ from settings import FILTERS, RANDOM, SETTINGS, Setting
 from talk.cli import note_once
 from talk.tools import (
     HERMES,
-    THINK,
-    THOUGHT,
     Answer,
     Part,
     Router,
     Style,
     call_grammar,
-    control_marks,
     style_of,
 )
 
@@ -624,7 +621,6 @@ class ChatCompletionRequest(GenerationRequest):
 
     def choice(self, session: Session, index: int, **options) -> Answer:
         prompt = self.prompt(session)
-        thinks = prompt.text.rstrip().endswith(THINK)
         style = self.style(session)
         forced = self.forced()
         if not style and self.tools and self.tool_choice != "none":
@@ -639,13 +635,13 @@ class ChatCompletionRequest(GenerationRequest):
         text = session.chat(
             prompt,
             logprobs=self.top_logprobs if self.logprobs else None,
-            shown=control_marks(style),
+            shown=style.control if style else (),
             grammar=grammar,
-            after=THOUGHT if thinks else "",
             **self.options(index),
             **options,
         )
-        return Answer(text, Router(style, schemas(self.tools), thinks), self.parallel_tool_calls)
+        router = Router(style, schemas(self.tools), prompt.thinks)
+        return Answer(text, router, self.parallel_tool_calls)
 
     def forced(self) -> dict[str, dict]:
         """The tools of which one has to be called, as Router takes them."""
