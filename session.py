@@ -33,7 +33,7 @@ from ranks.processes import Ranks
 from sampling import Sampling
 from settings import SETTINGS, Options
 from speculation.proposals import Draft, Lookup
-from tokenizer import Prompt, TextStream, Tokenizer
+from tokenizer import THINK, THOUGHT, Prompt, TextStream, Tokenizer
 
 # its "role" and its "content"; beside these, what else chat templates know: "tool_calls",
 # "reasoning_content"
@@ -133,6 +133,7 @@ class Generation:
         # full), or "interrupt", which holds until another reason is known
         self.ended_by = "interrupt"
         self.timings = sequence.timings
+        self.thinks = False  # it begins within what is thought
         self.lacks_text = False  # ids go on beyond the text
         self._engine = engine
         self._sequence = sequence
@@ -448,19 +449,28 @@ class Session:
         return self.tokenizer.bytes_of(token).decode(errors="replace")
 
     def chat(
-        self, messages: list[Message] | Prompt, *, stop: str | Collection[str] = (), **options
+        self,
+        messages: list[Message] | Prompt,
+        *,
+        stop: str | Collection[str] = (),
+        shown: Collection[str] = (),
+        **options,
     ) -> Generation:
         """Answer messages, or what `render` made of them; if an answer comes last, continue it.
         options: as for `generate`, which raises the same errors. The answer also ends where the
-        chat template would write something after it."""
+        chat template would write something after it. What is thought is part of its text, with
+        <think> and </think> around it, of which the template may have written the first; a schema
+        or a grammar is for what follows."""
         prompt = messages if isinstance(messages, Prompt) else self.render(messages)
         ids, texts = self.turn_ends()
         options |= dict(eos=self.eos | ids, stop=[*listed(stop), *texts])
+        options |= dict(shown=[THINK, THOUGHT, *shown], after=THOUGHT if prompt.thinks else "")
         strip_space = prompt.leaves_space
         if not prompt.continues:
             strip_space = self.tokenizer.vocabulary.adds_space
         options |= dict(strip_space=strip_space)
         generation = self.generate(prompt.ids, **options)
+        generation.thinks = prompt.thinks
         generation.at_end(partial(self._remember, prompt))
         return generation
 
