@@ -349,7 +349,7 @@ class Session:
         follows this, such as "</think>".
 
         Raises TypeError for an unknown setting, ValueError for one out of range or for a wrong
-        prompt, and model.ContextFull, which is a ValueError, for a prompt longer than the context.
+        prompt, and passes.ContextFull, which is a ValueError, for a prompt longer than the context.
         The iterator raises RuntimeError if the logits are not finite."""
         sampling = replace_settings(sampling or self.sampling, settings)
         if strip_space is None:
