@@ -135,7 +135,7 @@ class Options:
         kind=int, low=1, high=64, flag="-np")
     dtype: str = _option("auto", "auto: the checkpoint's; on a CPU bf16 or fp32",
         "auto", *DTYPE_NAMES)
-    format: str | None = _option(None, "", None, *FORMAT_NAMES)
+    format: str | None = _option(None, "")  # a name of kernels.FORMATS
     kv_fp8: bool = _option(False, "keep keys and values as 8-bit floats: half the context's memory",
         kind=bool, generates=True)
     device: str = _option("auto", "cpu, cuda or cuda:N", kind=device_name_of, flag="-dev")

@@ -57,6 +57,9 @@ def place(
     """Decide all that the options of a run leave open, and check that the model fits into memory.
     config: of the whole model. checkpoint: where its weights are, unless they are random. Raises
     ValueError, MemoryError."""
+    if options.format not in (None, *FORMATS):
+        listed = ", ".join(map(str, (None, *FORMATS)))
+        raise ValueError(f"format is {options.format!r}; it must be one of {listed}")
     where = "" if checkpoint is None else f"{checkpoint.folder}: "
     device = pick_device(options.device, ranks)
     backend = pick_backend(options.backend, device)
