@@ -141,7 +141,7 @@ def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_sig
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     full = lambda _: SimpleNamespace(free=0)
     ends = [  # a step, what happens in it, what is said, the exit code
-        ("loading.place.free_memory", lambda _: 100_000, "try a smaller", 1),
+        ("loading.place.free_memory", lambda _: 100_000, "GB free: try a", 1),
         ("loading.checkpoint.shutil.disk_usage", full, "has 0.00 GB free: save elsewhere", 1),
         ("loading.loader.Loader.load", fails(KeyboardInterrupt()), "", 130),
     ]

@@ -1,7 +1,6 @@
 """Tests of requests and answers with a model that says what a test wants it to say."""
 
 import json
-from types import SimpleNamespace
 
 import httpx2 as httpx
 import pytest
@@ -36,32 +35,47 @@ class Scripted:
         file.write_text(template)
         options = dict(dtype="fp32", device="cpu", ctx_size=1024)
         self.session = Session(folder, chat_template=str(file), **options)
+        self.sample = self.session.model.ops.sample
         self.prompts: list[str] = []
 
     def say(self, *texts: str) -> None:
-        """Say these texts next, one for each request."""
+        """Say these texts next, one for each request; then what the model says."""
         left = [*texts]
+        tokenizer = self.session.tokenizer
+        prompt: list[int] = []
+        ids: list[int] = []
 
-        def decode(model, state, n):
-            tokenizer = self.session.tokenizer
-            self.prompts.append(tokenizer.decode(state.tokens[: state.pos].tolist()))
-            ids = tokenizer.encode(left.pop(0), bos=False) + [tokenizer.eos]
-            begin = state.pos
-            for i, id in enumerate(ids[:n]):
-                state.seek(begin + i)
-                yield id
+        def next_token(history: list[int]) -> int | None:
+            nonlocal prompt, ids
+            said = len(history) - len(prompt)
+            if not (0 < said < len(ids) and history == prompt + ids[:said]):
+                if not left:
+                    return None
+                self.prompts.append(tokenizer.decode(history))
+                prompt, said = history, 0
+                ids = tokenizer.encode(left.pop(0), bos=False) + [tokenizer.eos]
+            return ids[said]
 
-        self.session.speculation = SimpleNamespace(decode=decode)
+        def sample(logits, pass_) -> None:
+            for place, position in zip(pass_.place.tolist(), pass_.position.tolist()):
+                token = next_token(pass_.tokens[place - position : place + 1].tolist())
+                if token is None:
+                    self.sample(logits, pass_)
+                    return
+                pass_.tokens[place + 1] = pass_.drawn[place + 1] = token
+
+        self.session.model.ops.sample = sample
 
     def ask(self, path: str, body: dict) -> bytes:
         """Raises APIError."""
         request = parse_request(json.dumps(body).encode(), ENDPOINTS[path])
         try:
-            return b"".join(request.answer(self.session, "tiny", lambda *_: None))
+            return b"".join(request.answer(self.session, "tiny"))
         except ValueError as error:
             raise APIError(str(error)) from None
         finally:
-            self.session.end()
+            for text in request.texts:
+                text.close()
 
     def object(self, path: str, **body) -> dict:
         return json.loads(self.ask(path, body))
