@@ -256,7 +256,7 @@ def parts_of(request: ModelRequest, session: Session, model: str) -> Iterator[by
     """The parts of an answer, of which nothing is evaluated yet: what fails later is not the
     client's fault. Raises APIError for what does now, whatever it is, and on all ranks: a prompt
     that does not fit into the context, or that the tokenizer or the chat template refuses."""
-    from engine import ContextFull
+    from passes import ContextFull
 
     try:
         return request.answer(session, model)
@@ -540,7 +540,7 @@ def start_frontend(args: argparse.Namespace) -> Connection:
 def warm_up(session: Session, parallel: int) -> None:
     """Write as many texts at once as there may be, and fewer before, so that what a first text compiles
     and captures is ready when a client asks."""
-    from engine import ContextFull
+    from passes import ContextFull
 
     count = parallel if session.model.uses_graphs else 1
     with suppress(ContextFull):  # of one token
