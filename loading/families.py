@@ -163,7 +163,7 @@ INSTEAD = "take a model of one of these, or run it in transformers or llama.cpp"
 def family_of(f: Fields) -> Family:
     """The family that a config.json names, or Llama. Raises ValueError."""
     name = f.get("model_type", "llama")
-    if name not in FAMILIES:
+    if name not in [*FAMILIES]:  # which may be anything
         listed = ", ".join(FAMILIES)
         what = f"model_type is {name!r}, which is not supported (supported: {listed})"
         raise ValueError(f"{f.file}: {what}: {INSTEAD}")

@@ -123,6 +123,8 @@ SPOILED = {
     "another family": (
         spoil_config(model_type="gemma2"), "(supported: llama, ", "): take a model of one of these, or run",
     ),
+    "no family": (spoil_config(model_type={}), "model_type is {}, which is not supported"),
+    "no method": (spoil_config(quantization_config={"quant_method": []}), "quantised as [], which is not supported"),
     "for embeddings": (
         spoil_tensors(lambda t: [t.update({n.removeprefix("model."): t.pop(n)}) for n in [*t]]), "for embeddings or",
     ),
