@@ -155,7 +155,7 @@ class Format:
             raise ValueError("scales that are not positive and finite")
 
     def multiply(self, tensors: Tensors, factor: float) -> None:
-        """Multiply the matrix by a power of two, in place: the last tensor holds its scales."""
+        """Multiply the matrix, in place: the last tensor holds its scales, in float32."""
         tensors[-1].mul_(factor)
 
     def on(self, device: torch.device) -> Format:

@@ -156,6 +156,18 @@ FAMILIES = {  # what each adds to Llama 2, as its config.json has it, but small
         num_experts=6, num_experts_per_tok=3, norm_topk_prob=True,
     ),
     "mixtral": dict(model="Mixtral", num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),
+    "phi 4": dict(model="Phi3", num_key_value_heads=2, pad_token_id=None),
+    "granite 3": dict(
+        model="Granite", num_key_value_heads=2, tie_word_embeddings=True, embedding_multiplier=3.0, logits_scaling=2.0,
+        residual_multiplier=0.7, attention_multiplier=0.2, rms_norm_eps=1e-3,
+    ),
+    "seed-oss": dict(model="SeedOss", num_key_value_heads=2, head_dim=24),
+    "ministral 3": dict(
+        model="Ministral3", num_key_value_heads=2, head_dim=24, rope_parameters=dict(
+            rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=128, mscale=1.0,
+            mscale_all_dim=0.5, llama_4_scaling_beta=0.1, beta_fast=32.0, beta_slow=1.0,
+        ),
+    ),
 }  # fmt: skip
 
 UNDIVIDED = "qwen 3 moe, shares of all experts"  # not of those that a token goes through
@@ -1261,7 +1273,9 @@ GGUF_KEYS = {
     "attention.head_count_kv": "num_key_value_heads", "attention.value_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps", "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_feed_forward_length": "moe_intermediate_size", "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
 }  # fmt: skip
 SCALING_KEYS = {
     "type": "rope_type", "factor": "factor", "yarn_beta_fast": "beta_fast",
