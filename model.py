@@ -739,7 +739,7 @@ def _decode_on_gpu(model: Llama, state: State, n: int) -> Iterator[int]:
 def _decode_constrained(model: Llama, state: State, n: int) -> Iterator[int]:
     """The same where a constraint has to know each token before the next is sampled. It computes
     its mask while the GPU evaluates the token, as a replay of another graph."""
-    first = state.pos
+    begin = state.pos
     read = 0
     try:
         for read in range(n):
@@ -749,7 +749,7 @@ def _decode_constrained(model: Llama, state: State, n: int) -> Iterator[int]:
                 state.pos += 1
             yield token
     finally:
-        state.seek(first + read)
+        state.seek(begin + read)
 
 
 def not_finite(model: Llama) -> str:

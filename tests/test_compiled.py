@@ -25,7 +25,7 @@ from cards import hopper
 from cards import sizes as launch_sizes
 from fp8 import E4M3, E5M2
 from ranks import exchange as exchange_module
-from sampling import Sampler, Sampling
+from sampling import Adjustment, Sampler, Sampling
 from tests.helpers import (
     ARCHITECTURES,
     DEVICE,
@@ -177,6 +177,9 @@ def launch_sampling() -> None:
     for rows, V, settings in cases:
         sampler = Sampler(DEVICE, Sampling(**settings))
         kernels.fused.sample(torch.zeros(rows, V), *ids, one, sampler)
+    adjustment = Adjustment(32000, DEVICE)
+    adjustment.begin({5: 1.0}, Sampling(presence_penalty=1), masked=True)
+    kernels.fused.adjust(torch.zeros(3, 32000), adjustment, sampler)
 
 
 def compile_kernels(arch: int) -> None:
