@@ -635,8 +635,8 @@ MUTANTS = [
     Mutant("speculation/proposals.py", "if proposed or waited:", "if proposed:", "costs_3_percent"),
     Mutant(
         "talk/chat.py",
-        '        show(self._release() + "\\n")\n        self._column = 0\n',
-        '        show(self._release() + "\\n")\n',
+        "        self._dim = False\n        self._column = 0\n",
+        "        self._dim = False\n",
         "printer",
     ),
     Mutant(
@@ -687,10 +687,29 @@ MUTANTS = [
     ),
     Mutant(
         "serve.py",
-        "if origin is None or self.is_allowed_origin(origin):",
+        "if not origin or own or self.is_allowed_origin(origin):",
         "if True:",
         "serve_origins",
     ),
+    Mutant("serve.py", "asked != host", "False", "allowed_where_it_comes_from"),
+    Mutant("sampling.py", "tl.where(count > 0,", "tl.where(count >= 0,", "adjust_equals"),
+    Mutant("constraints.py", "if id % 32 < 31 else 0x7FFFFFFF", "", "what_comes_before"),
+    Mutant(
+        "constraints.py",
+        "self._end = self._end[-len",
+        "self._end = self._end[:-len",
+        "comes_before",
+    ),
+    Mutant(
+        "session.py",
+        "texts = []  # it says",
+        "pass  # it says",
+        "what_the_text_has_to_be",
+    ),
+    Mutant("talk/tools.py", 'any(end in new for end in "}]>")', '"}" in new', "read_alike"),
+    Mutant("talk/tools.py", "self._space = text[end:]", 'self._space = ""', "read_alike"),
+    Mutant("talk/tools.py", "strict=False)  # models", ")  # models", "read_alike"),
+    Mutant("talk/openai.py", "index * SEEDS_APART", "0", "several_choices"),
     Mutant("serve.py", 'if name != self.about["id"]:', "if False:", "serve_paths"),
     Mutant(
         "talk/openai.py",

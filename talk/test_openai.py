@@ -222,3 +222,30 @@ def test_tools_that_are_refused(scripted):
         with pytest.raises(APIError) as refused:
             scripted.object(CHATS, **ASKED | body)
         assert refused.value.param == name, body
+
+
+def test_infill(scripted, monkeypatch):
+    """The marks are those of the vocabulary."""
+    marks = {"<fim_prefix>": 5, "<fim_suffix>": 6, "<fim_middle>": 7}
+    with monkeypatch.context() as patch:
+        patch.setattr(scripted.session.tokenizer, "control", marks)
+        prompts = []
+        patch.setattr(scripted.session.model, "check", prompts.append)
+        scripted.say("x")
+        body = dict(
+            input_prefix="a ",
+            input_suffix=" c",
+            prompt="b",
+            input_extra=[{"filename": "f", "text": "t"}],
+        )
+        assert scripted.object("/infill", **body)["content"].strip() == "x"
+    decode = scripted.session.tokenizer.decode
+    ids = prompts[0]
+    before, after = ids[: ids.index(6)], ids[ids.index(6) :]
+    assert (
+        before[-len(before) + before.index(5)] == 5
+        and decode(before[before.index(5) + 1 :]).strip() == "f\nt\n\na b"
+    )
+    assert after[-1] == 7 and decode(after[1:-1]).strip() == "c"
+    with pytest.raises(APIError, match="no marks"):
+        scripted.object("/infill", input_prefix="a", input_suffix="b")

@@ -355,13 +355,13 @@ def test_flags_that_are_not_given():
     expected = dict(
         n_predict=-1, stop=[], ignore_eos=False, no_escape=False, min_p=None, repeat_last_n=None,
         temp=None, top_k=None, top_p=None, repeat_penalty=None, ctx_size=None, dtype="auto",
+        json_schema=None, grammar=None,
         format=None, kv_fp8=False, device="auto", threads=None, lookup=None, draft_max=4,
         mode="text", output="text", quiet=False, model=str(cli_module.DEFAULT_MODEL),
     )  # fmt: skip
     assert {name: args[name] for name in expected} == expected
     usual = dict(temp=0.8, top_k=40, top_p=0.95, min_p=0.05, repeat_penalty=1, repeat_last_n=64)
-    usual |= dict(presence_penalty=0, frequency_penalty=0)
-    assert vars(Sampling()) == usual | {"seed": 0}
+    assert vars(Sampling()) == usual | dict(presence_penalty=0, frequency_penalty=0, seed=0)
     seeds = {run.parse_args(flags).seed for flags in ([], [], ["-s", "-1"], ["-s", "-1"])}
     assert len(seeds) == 4 and min(seeds) >= 0, "a random seed is another one each time"
     assert run.parse_args(["--fp8"]).format == "e4m3"
@@ -369,9 +369,8 @@ def test_flags_that_are_not_given():
     zeros = "--temp 0 --top-k 0 --top-p 0 --min-p 0 --repeat-last-n 0 -s 0 -n 0 -p x".split()
     names = ("temp", "top_k", "top_p", "min_p", "repeat_last_n", "seed")
     assert run.sampling_flags(run.parse_args(zeros)) == dict.fromkeys(names, 0)
-    assert run.text_options(run.parse_args(zeros)) == dict(
-        n=0, stop=[], ignore_eos=False, schema=None
-    )
+    options = dict(n=0, stop=[], ignore_eos=False, schema=None)
+    assert run.text_options(run.parse_args(zeros)) == options
     words = r"--no-escape --chat -p \n -sys \n --stop \n".split()
     literal = run.parse_args(words)
     assert literal.prompt == literal.system == r"\n" and literal.stop == [r"\n"]
@@ -386,6 +385,7 @@ def test_flags_that_are_not_given():
     (run.main, "--int4 --fp8", "both say"),
     (run.main, "--lookup 2 --draft x", "--lookup and --draft both propose tokens; use one"),
     (run.main, "--chat -sys a -sysf b", "both give a system prompt; use one"),
+    (run.main, "-p a -j {} --grammar-file b", "--json-schema and --grammar-file both say what the text has to be"),
     (run.main, "-p a -f b", "--prompt and --file both give a prompt; use one"),
     (run.main, "--draft-max 8 -p a", "--draft-max is for --draft"),
     (run.main, "--seed 1e99", "-s/--seed: 1e99: must be a whole number "),
