@@ -408,8 +408,8 @@ MUTANTS = [
     ),
     Mutant(
         "loading/place.py",
-        "workspace += 2 * layer * dtype.itemsize",
-        "workspace += 0",
+        "decoded=2 * layer * dtype.itemsize",
+        "decoded=layer * dtype.itemsize",
         "memory_of_7b",
     ),
     Mutant(
@@ -692,7 +692,18 @@ MUTANTS = [
         "serve_origins",
     ),
     Mutant("serve.py", "asked != host", "False", "allowed_where_it_comes_from"),
-    Mutant("sampling.py", "tl.where(count > 0,", "tl.where(count >= 0,", "adjust_equals"),
+    Mutant(
+        "sampling.py",
+        "logits.sub_(frequency * counts + presence * (counts > 0))",
+        "logits.sub_(frequency * counts + presence * (counts >= 0))",
+        "biases_and_penalties",
+    ),
+    Mutant(
+        "sampling.py",
+        "own = (at >= sampler.begins[:, None])",
+        "own = (at > sampler.begins[:, None])",
+        "biases_and_penalties",
+    ),
     Mutant("constraints.py", "if id % 32 < 31 else 0x7FFFFFFF", "", "what_comes_before"),
     Mutant(
         "constraints.py",

@@ -670,8 +670,8 @@ def op_arguments(
     }[op]()
 
 
-# sampling and routing are tested below, by what they choose; adjust in tests/test_constraints.py
-OPS = [name for name in vars(kernels.fused) if name not in ("adjust", "sample", "route")]
+# sampling and routing are tested below, by what they choose
+OPS = [name for name in vars(kernels.fused) if name not in ("sample", "route")]
 
 
 def equals_reference(op: str, draws: list[tuple], written: tuple, limit: float) -> None:
