@@ -207,6 +207,31 @@ def is_last(arrived, programs):
     return last
 
 
+# Epilogues: products.Epilogue says what they are
+
+
+@jit
+def rows_and_tokens(row, COUNT: tl.constexpr, TOKENS: tl.constexpr):
+    """The indices of COUNT rows from `row` on, and those of the tokens, in shapes that
+    broadcast."""
+    if TOKENS == 1:
+        return row + tl.arange(0, COUNT), row * 0
+    else:
+        return row + tl.arange(0, COUNT)[:, None], tl.arange(0, TOKENS)[None, :]
+
+
+@jit
+def prepared(
+    args, row, begin, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, EPILOGUE: tl.constexpr
+):
+    """What the epilogue needs besides the product of ROWS rows, from `row` on, with TOKENS tokens,
+    from `begin` on."""
+    EACH: tl.constexpr = 2 if EPILOGUE.pairs else 1
+    rows, t = rows_and_tokens(row // EACH, ROWS // EACH, TOKENS)
+    SIZES: tl.constexpr = EPILOGUE.sizes
+    return EPILOGUE.prepare(args, rows, begin + t, T, N, TOKENS, SIZES)
+
+
 # What attention.py and cards/hopper.py share
 
 

@@ -229,6 +229,7 @@ Q4_0 = FileGroups4(
     stream_load=codes4.stream_load,
     stream_sums=codes4.stream_sums_with_zero,
     group=32,
+    groups=(32,),
     middle=8,
     unit=2.0**-24,
     **codes4.STREAMED,
@@ -289,6 +290,7 @@ Q4_1 = FileGroups4(
     stream_load=_minimum_stream_load,
     stream_sums=codes4.stream_sums_with_minimum,
     group=32,
+    groups=(32, 32),
     scaling=Minimum(),
     unit=2.0**-24,
     **codes4.STREAMED,
@@ -330,6 +332,7 @@ Q4_K = replace(
     scales_of=_q4_k_scales,
     stream_load=_parts_stream_load,
     group=256,
+    groups=(32, 256),
     scaling=Parts(),
     unit=2.0**-30,
 )
@@ -359,6 +362,7 @@ def _with_zeros(group: int) -> FileGroups4:
         stream_load=_zero_stream_load,
         stream_sums=codes4.stream_sums_with_zero,
         group=group,
+        groups=(group,),
         scaling=Zero(),
         unit=2.0**-24,
         **codes4.STREAMED,
@@ -669,6 +673,7 @@ Q8_0 = FileGroups(
     stream_load=_q8_0_stream_load,
     stream_sums=_q8_0_sums,
     group=32,
+    groups=(32,),
     unit=2.0**-8,
     **STREAMED8,
 )
@@ -707,6 +712,7 @@ Q8_1 = replace(
     scales_of=_q8_1_scales,
     stream_load=_minimum_stream_load,
     stream_sums=_q8_1_sums,
+    groups=(32, 32),
     scaling=Minimum(),
 )
 
@@ -734,6 +740,7 @@ Q8_K = replace(
     scales_of=_q8_k_scales,
     stream_load=_parts_stream_load,
     group=256,
+    groups=(32, 256),
     scaling=Parts(),
     unit=2.0**-13,
 )
@@ -810,6 +817,7 @@ E4M3_128 = Float8Groups(
     stream_load=_e4m3_128_stream_load,
     stream_sums=_e4m3_128_sums,
     group=128,
+    groups=(128,),
     **STREAMED8,
 )
 

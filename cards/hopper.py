@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from formats import block_of, columns_of, row_scale
 from launch import (
     INTERPRETED,
     constexpr,
@@ -23,7 +24,7 @@ from launch import (
 if triton:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
     from triton.experimental.gluon.language.nvidia.hopper import (
         fence_async_shared,
         mbarrier,
@@ -34,10 +35,13 @@ if triton:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     jit = gluon.jit
+    constexpr_function = gluon.constexpr_function
 else:  # nothing here is called
 
     def jit(function=None, **options):
         return function or jit
+
+    constexpr_function = jit
 
 
 def descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
@@ -484,3 +488,231 @@ def attends_few(q: Tensor, rows: int) -> bool:
     prompts are as fast."""
     T, _, D = q.shape
     return not INTERPRETED and T <= 64 and rows <= 128 and q.itemsize == 2 and D <= 128
+
+
+# ---- products with up to some hundred tokens, of a matrix that is decoded on the way
+#
+#      wgmma takes 64 rows of W from the registers of four warps, and x from shared memory. Of every
+#      16 columns of a row it expects from each of four threads
+#
+#          thread     0             1               2               3
+#          columns    0, 1, 8, 9    2, 3, 10, 11    4, 5, 12, 13    6, 7, 14, 15
+#
+#      bits/codes4.py keeps just these in the four words of 32 columns. So a thread reads its word of
+#      each four from shared memory, decodes it, and has its part of W in registers. Codes of 8 bits
+#      are read two at a time. Codes, the numbers of groups and x are copied to shared memory in
+#      stages, all but two of which are in flight: one is multiplied, and the one before it may still
+#      be by another warp. x is put into the order of W's columns as it is copied.
+#
+#      Where there are fewer tiles than SMs, several programs divide the columns of a tile (SPLITS),
+#      and the last one to finish adds up their sums.
+
+
+@constexpr_function
+def _layout_of_words(rows, width, warps):
+    """How the threads of wgmma divide words of codes [rows, width]."""
+    powers = lambda first, end: [first << i for i in range((end // first).bit_length() - 1)]
+    registers = [
+        [8, 0],
+        *([0, i] for i in powers(4, width)),
+        *([i, 0] for i in powers(16 * warps, rows)),
+    ]
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    of_warps = [[i, 0] for i in powers(16, 16 * warps)]
+    return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [rows, width])
+
+
+@jit
+def _copy_codes(codes, w, rows, step, K: gl.constexpr, WARPS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Start to copy the codes of the COLUMNS columns of a step, 16 bytes a thread. rows: the first
+    row, and how many there are behind it at most."""
+    WIDTH: gl.constexpr = codes.shape[1]
+    EACH: gl.constexpr = COLUMNS // WIDTH  # columns in an element
+    VEC: gl.constexpr = 128 // codes.dtype.primitive_bitwidth
+    LANES: gl.constexpr = WIDTH // VEC
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+    first, limit = rows
+    r = gl.arange(0, codes.shape[0], gl.SliceLayout(1, LAYOUT))
+    start = (first + gl.minimum(r, limit)).to(gl.int64) * (K // EACH) + step * WIDTH
+    offs = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    async_copy.async_copy_global_to_shared(codes, w + (start[:, None] + offs[None, :]))
+
+
+@jit
+def _copy_groups(tile, w, rows, step, K: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr):
+    """The same for a tensor with an element for each GROUP columns: one for every 32."""
+    G: gl.constexpr = tile.shape[1]
+    VEC: gl.constexpr = 32 // tile.dtype.primitive_bitwidth if GROUP > 32 else G
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, VEC], [32 * VEC // G, G // VEC], [WARPS, 1], [1, 0])
+    first, limit = rows
+    r = gl.arange(0, tile.shape[0], gl.SliceLayout(1, LAYOUT))
+    start = (first + gl.minimum(r, limit)).to(gl.int64) * (K // GROUP)
+    offs = gl.arange(0, G, gl.SliceLayout(0, LAYOUT))
+    place = step * G + offs
+    if GROUP > 32:
+        place = place // (GROUP // 32)
+    async_copy.async_copy_global_to_shared(tile, w + (start[:, None] + place[None, :]))
+
+
+@jit
+def _copy_x(tile, x, rows, step, K: gl.constexpr, FORMAT: gl.constexpr):
+    """The same for rows of x."""
+    LAYOUT: gl.constexpr = rows.type.layout.parent
+    offs = step * tile.shape[1] + gl.arange(0, tile.shape[1], gl.SliceLayout(0, LAYOUT))
+    # Runs of eight stay together
+    pointers = x + (rows[:, None] + columns_of(offs, K, FORMAT)[None, :])
+    pointers = gl.max_contiguous(gl.multiple_of(pointers, [16, 16]), [1, 8])
+    async_copy.async_copy_global_to_shared(tile, pointers)
+
+
+@jit
+def _finish(
+    y, w, bias, first, row, begin, T, args, N, EXPERTS: gl.constexpr, FORMAT: gl.constexpr,
+    EPILOGUE: gl.constexpr,
+):  # fmt: skip
+    """Hand y [ROWS, TOKENS] to the epilogue: rows from `row` on, those of W from `first` on; T tokens
+    from `begin` on."""
+    ROWS: gl.constexpr = y.shape[0]
+    TOKENS: gl.constexpr = y.shape[1]
+    OUT: gl.constexpr = y.type.layout
+    offs = gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
+    rows = (row + offs)[:, None]
+    if FORMAT.gain is not None:
+        y *= row_scale(w, first + offs, row + offs < N, FORMAT.gain)[:, None]
+    if bias is not None:
+        y += gl.load(bias + rows, mask=rows < N, other=0.0).to(gl.float32)
+    t = gl.arange(0, TOKENS, gl.SliceLayout(0, OUT))[None, :]
+    if EXPERTS is None:
+        t += begin
+        T += begin
+    SIZES: gl.constexpr = EPILOGUE.sizes
+    if EPILOGUE.pairs:
+        even, odd = gl.split(y.reshape(ROWS // 2, 2, TOKENS).permute(0, 2, 1))
+        rows = gl.arange(0, ROWS // 2, gl.SliceLayout(1, even.type.layout))[:, None] + row // 2
+        t = gl.convert_layout(t, even.type.layout)
+    elif EPILOGUE.added is not None:
+        place = args[EPILOGUE.added] + t * N + rows
+        y += gl.load(place, mask=(rows < N) & (t < T), other=0.0).to(gl.float32)
+    ready = EPILOGUE.prepare(args, rows, t, T, N, TOKENS, SIZES)
+    EPILOGUE.store(args, y, ready, T, N, ROWS, TOKENS, SIZES)
+
+
+@jit
+def many_kernel(
+    x, w, bias, T, args, order, counts, partial, arrived, N, K: gl.constexpr, TOKENS: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr,
+    WARPS: gl.constexpr, EXPERTS: gl.constexpr, FORMAT: gl.constexpr, EPILOGUE: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """ROWS rows of W times up to TOKENS rows of x. With experts see products._few_kernel."""
+    gdc_launch_dependents(PDL)
+    AHEAD: gl.constexpr = STAGES - 2
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    X_LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // COLUMNS, COLUMNS // 8], [WARPS, 1], [1, 0]
+    )
+    WORDS: gl.constexpr = w[0].dtype.element_ty == gl.int32
+    WIDTH: gl.constexpr = COLUMNS // 8 if WORDS else COLUMNS
+    VEC: gl.constexpr = 4 if WORDS else 16
+    PHASES: gl.constexpr = WIDTH // VEC if WIDTH // VEC < 8 else 8
+    C_SHARED: gl.constexpr = gl.SwizzledSharedLayout(VEC, 8 // PHASES, PHASES, [1, 0])
+    G_SHARED: gl.constexpr = gl.SwizzledSharedLayout(COLUMNS // 32, 1, 1, [1, 0])
+    X_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    code_tiles = gl.allocate_shared_memory(w[0].dtype.element_ty, [STAGES, ROWS, WIDTH], C_SHARED)
+    x_tiles = gl.allocate_shared_memory(x.dtype.element_ty, [STAGES, TOKENS, COLUMNS], X_SHARED)
+    group_tiles = ()
+    for i in gl.static_range(len(FORMAT.groups)):
+        group_tiles += (
+            gl.allocate_shared_memory(
+                w[1 + i].dtype.element_ty, [STAGES, ROWS, COLUMNS // 32], G_SHARED
+            ),
+        )
+    block = gl.program_id(0)
+    row = gl.program_id(1) * ROWS
+    split = gl.program_id(2)
+    first = row
+    slots = order
+    t = gl.arange(0, TOKENS, gl.SliceLayout(1, X_LAYOUT))
+    if EXPERTS is None:
+        begin = block * TOKENS
+        T -= begin
+    else:
+        gdc_wait(PDL)
+        offs_e = gl.arange(0, EXPERTS.padded, gl.BlockedLayout([1], [32], [WARPS], [0]))
+        expert, begin, T = block_of(counts, offs_e, block, TOKENS, EXPERTS)
+        if T <= 0:
+            return
+        first = expert.to(gl.int64) * N + row
+        slots += begin
+    w_rows = (first, N - 1 - row)
+    STEPS: gl.constexpr = K // COLUMNS
+    EACH: gl.constexpr = (STEPS + SPLITS - 1) // SPLITS
+    low = split * EACH
+    steps = gl.minimum(EACH, STEPS - low)
+    # Before the wait: W
+    for i in gl.static_range(AHEAD):
+        if i < steps:
+            _copy_codes(code_tiles.index(i), w[0], w_rows, low + i, K, WARPS, COLUMNS)
+            for j in gl.static_range(len(FORMAT.groups)):
+                _copy_groups(
+                    group_tiles[j].index(i), w[1 + j], w_rows, low + i, K, FORMAT.groups[j], WARPS
+                )
+    t = gl.minimum(t, T - 1)
+    if EXPERTS is None:
+        gdc_wait(PDL)
+        x_rows = (begin + t).to(gl.int64) * K
+    else:
+        x_rows = (gl.load(slots + t) // EXPERTS.shared).to(gl.int64) * K
+    for i in gl.static_range(AHEAD):
+        if i < steps:
+            _copy_x(x_tiles.index(i), x, x_rows, low + i, K, FORMAT)
+        async_copy.commit_group()
+    acc = gl.zeros([ROWS, TOKENS], gl.float32, MMA)
+    for i in range(steps):
+        stage = i % STAGES
+        async_copy.wait_group(AHEAD - 1)
+        fence_async_shared()
+        if WORDS:
+            W_LAYOUT: gl.constexpr = _layout_of_words(ROWS, WIDTH, WARPS)
+            codes = code_tiles.index(stage).load(W_LAYOUT).reshape(ROWS, WIDTH // 4, 4)
+        else:
+            codes = code_tiles.index(stage).load(OPERAND)
+        tile = (codes,)
+        for j in gl.static_range(len(FORMAT.groups)):
+            tile += (group_tiles[j].index(stage).load(gl.AutoLayout()),)
+        values = FORMAT.values(tile if len(FORMAT.groups) > 0 else codes, FORMAT.scales_of)
+        a = gl.convert_layout(values.to(x.dtype.element_ty), OPERAND)
+        b = x_tiles.index(stage).permute((1, 0))
+        acc = warpgroup_mma(a, b, acc, is_async=True)
+        if i + AHEAD < steps:
+            step = low + i + AHEAD
+            place = (i + AHEAD) % STAGES
+            _copy_codes(code_tiles.index(place), w[0], w_rows, step, K, WARPS, COLUMNS)
+            for j in gl.static_range(len(FORMAT.groups)):
+                _copy_groups(
+                    group_tiles[j].index(place), w[1 + j], w_rows, step, K, FORMAT.groups[j], WARPS
+                )
+            _copy_x(x_tiles.index(place), x, x_rows, step, K, FORMAT)
+        async_copy.commit_group()
+        acc, a = warpgroup_mma_wait(0, deps=[acc, a])
+    # Pairs of rows side by side
+    BESIDE: gl.constexpr = ROWS // 64
+    OUT: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [BESIDE, WARPS // BESIDE], [0, 1])
+    y = gl.convert_layout(acc, OUT)
+    if EXPERTS is not None:
+        args = args + (slots,)
+    if SPLITS == 1:
+        _finish(y, w, bias, first, row, begin, T, args, N, EXPERTS, FORMAT, EPILOGUE)
+    else:
+        place = block * gl.num_programs(1) + gl.program_id(1)
+        r = gl.arange(0, ROWS, gl.SliceLayout(1, OUT))[:, None]
+        t = gl.arange(0, TOKENS, gl.SliceLayout(0, OUT))[None, :]
+        parts = partial + place.to(gl.int64) * (SPLITS * TOKENS * ROWS) + (t * ROWS + r)
+        gl.store(parts + split * (TOKENS * ROWS), y, mask=t < T)
+        if is_last(arrived + place, SPLITS):
+            y = gl.zeros([ROWS, TOKENS], gl.float32, OUT)
+            for s in gl.static_range(SPLITS):
+                part = parts + s * (TOKENS * ROWS)
+                y += gl.load(part, mask=t < T, other=0.0, cache_modifier=".cg")
+            _finish(y, w, bias, first, row, begin, T, args, N, EXPERTS, FORMAT, EPILOGUE)
