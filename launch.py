@@ -189,6 +189,12 @@ def saturated(x, FP16_SUMS: tl.constexpr):
     return tl.clamp(x, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL) if FP16_SUMS else x
 
 
+@jit
+def barrier():
+    """Wait for the other threads of the program."""
+    tl.debug_barrier()
+
+
 # The last program merges. Where programs share an output, each leaves its part in scratch memory,
 # and the last one to finish merges the parts: another launch would cost a microsecond. The atomic
 # is "acq_rel": a program that sees the count also sees what was written before it was raised, by
@@ -200,7 +206,7 @@ def saturated(x, FP16_SUMS: tl.constexpr):
 def is_last(arrived, programs):
     """Whether this is the last of `programs` programs to get here. They are counted in `arrived`,
     which is zero again afterwards."""
-    tl.debug_barrier()
+    barrier()
     last = tl.atomic_add(arrived, 1, sem="acq_rel") == programs - 1
     if last:
         tl.store(arrived, 0)

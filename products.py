@@ -861,6 +861,7 @@ def launch_many(
             partial = x.new_empty(parts, sizes.block * sizes.rows, dtype=torch.float32)
             shared = (partial, _arrived(x.device))
         constants |= dict(COLUMNS=sizes.columns, SPLITS=splits, WARPS=sizes.warps)
+        constants |= dict(maxnreg=hopper.registers(sizes.warps, sizes.programs))
         plan = Plan(hopper.many_kernel, (blocks, row_tiles, splits), sizes.warps, constants)
         launch_plan(plan, (x, w.tensors, *last, *shared), w, rows, epilogue)
     else:
