@@ -11,10 +11,10 @@ Read in this order:
     one token       bound by reading W: the kernel streams W's rows once and does everything else on
                     the way. Formats with codes in groups have theirs in bits/stream.py
     a few tokens    with 2 to 16, tensor cores multiply W as it streams by
+    many tokens     up to 64, or those of experts: W is decoded tile by tile
     launching       which of these kernels is chosen, and how its work is divided
     a prompt        the library's product between small fused kernels. With many tokens it is
-                    compute-bound, and runs at the card's product rate (BENCHMARKS.md). Experts have
-                    a kernel in its place, in experts.py
+                    compute-bound, and runs at the card's product rate (BENCHMARKS.md)
 
 A kernel is told how W is stored, and what an op does with y: FORMAT, a formats.Format, and EPILOGUE
 are objects whose functions it calls. It adds the bias [N] before the epilogue; without one, None is
@@ -602,6 +602,93 @@ def _few_kernel(
     EPILOGUE.store(args, y, ready, T, N, TILE.rows, TOKENS, SIZES)
 
 
+# ---- many tokens
+#
+#      Up to some hundred tokens, a matrix of fewer than 16 bits is decoded tile by tile and never
+#      rewritten: on Hopper by cards/hopper.py, elsewhere, and in formats that it does not decode, by
+#      the kernel here. launch.json says from how many tokens on the library is faster, which
+#      multiplies a rewritten copy.
+#
+#      With experts, the slots are sorted by expert. The programs of a tile take a block of slots that
+#      chose the same expert. Which expert and which slots these are follows from how many each expert
+#      has. So the grid depends on numbers of tokens only, and can be captured: the programs beyond
+#      the last block end at once.
+
+
+@jit
+def _tile_of_x(x, rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr):
+    """Rows of x in columns k to k + BLOCK_K as W has them: [ROWS, BLOCK_K]."""
+    if FORMAT.column_at is None:
+        offs_k = k + tl.arange(0, BLOCK_K)
+        pointers = x + rows[:, None] * K + offs_k[None, :]
+        if K % BLOCK_K == 0:
+            return tl.load(pointers)
+        else:
+            return tl.load(pointers, mask=offs_k[None, :] < K, other=0.0)
+    else:
+        runs = tl.arange(0, BLOCK_K // 8)[:, None] * 8
+        stored = k + runs + tl.arange(0, 8)[None, :]
+        columns = columns_of(stored, K, FORMAT)
+        pointers = x + rows[:, None, None] * K + columns[None, :, :]
+        tile = tl.load(pointers, mask=(stored < K)[None, :, :], other=0.0)
+        return tile.reshape(rows.shape[0], BLOCK_K)
+
+
+@jit
+def _many_kernel(
+    x, x_scales, w, bias, T, args, order, counts, N: tl.constexpr, K: tl.constexpr,
+    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, FORMAT: tl.constexpr, EPILOGUE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Up to TOKENS of T tokens, or slots of an expert, times ROWS rows of W. With x_scales, the
+    scales of its rows, x and W are 8-bit floats."""
+    gdc_launch_dependents(PDL)
+    row = tl.program_id(0) * ROWS
+    rows = row + tl.arange(0, ROWS)
+    offs_t = tl.arange(0, TOKENS)
+    gdc_wait(PDL)
+    if EXPERTS is None:
+        begin = tl.program_id(1) * TOKENS
+        x_rows = tl.minimum(begin + offs_t, T - 1).to(tl.int64)
+        w_rows = tl.minimum(rows, N - 1).to(tl.int64)
+    else:
+        offs_e = tl.arange(0, EXPERTS.padded)
+        expert, first, T = block_of(counts, offs_e, tl.program_id(1), TOKENS, EXPERTS)
+        if T <= 0:
+            return
+        begin = 0
+        slots = order + first
+        args = args + (slots,)
+        x_rows = (tl.load(slots + tl.minimum(offs_t, T - 1)) // EXPERTS.shared).to(tl.int64)
+        w_rows = expert.to(tl.int64) * N + tl.minimum(rows, N - 1)
+    start = w_rows[:, None] * K
+    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    for k in tl.range(0, K, BLOCK, num_stages=STAGES):
+        w_tile = FORMAT.load(w, start, k, None if K % BLOCK == 0 else K - k, BLOCK, 8, FORMAT.group)
+        x_tile = _tile_of_x(x, x_rows, k, K, BLOCK, FORMAT)
+        if EMULATED:  # the interpreter's own bf16 products are wrong
+            x_tile = x_tile.to(tl.float32)
+        if x_scales is None:
+            w_tile = FORMAT.values(w_tile, FORMAT.scales_of).to(x_tile.dtype)
+        acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
+    if x_scales is not None:
+        acc *= tl.load(x_scales + x_rows)[None, :]
+    if FORMAT.gain is not None:
+        acc *= row_scale(w, w_rows, rows < N, FORMAT.gain)[:, None]
+    if bias is not None:
+        acc += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
+    if EPILOGUE.added is not None:
+        offs_n, t = rows_and_tokens(row, ROWS, TOKENS)
+        t += begin
+        added = tl.load(
+            args[EPILOGUE.added] + t * N + offs_n, mask=(offs_n < N) & (t < T), other=0.0
+        )
+        acc += added.to(tl.float32)
+    SIZES: tl.constexpr = EPILOGUE.sizes
+    ready = prepared(args, row, begin, T, N, ROWS, TOKENS, EPILOGUE)
+    EPILOGUE.store(args, acc, ready, T, N, ROWS, TOKENS, SIZES)
+
+
 # ---- launching
 
 
@@ -609,6 +696,8 @@ class Plan(NamedTuple):
     """A kernel for a product, and how it is launched."""
 
     kernel: object
+    # Programs that share the rows of a matrix, then matrices or blocks of tokens or slots;
+    # cards/hopper.py has these the other way round, then programs that share a tile
     grid: tuple[int, ...]
     warps: int
     constants: dict[str, Any]  # what it is compiled for, besides N, K, format and epilogue
@@ -731,97 +820,11 @@ def launch_few(
     launch_plan(plan, args, w, rows, epilogue, EXPERTS=experts)
 
 
-# ---- many tokens
-#
-#      Up to some hundred tokens, a matrix of fewer than 16 bits is decoded tile by tile and never
-#      rewritten: on Hopper by cards/hopper.py, elsewhere, and in formats that it does not decode, by
-#      the kernel here. launch.json says from how many tokens on the library is faster, which
-#      multiplies a rewritten copy.
-#
-#      With experts, the slots are sorted by expert. The programs of a tile take a block of slots that
-#      chose the same expert. Which expert and which slots these are follows from how many each expert
-#      has. So the grid depends on numbers of tokens only, and can be captured: the programs beyond
-#      the last block end at once.
-
-
-@jit
-def _tile_of_x(x, rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr):
-    """Rows of x in columns k to k + BLOCK_K as W has them: [ROWS, BLOCK_K]."""
-    if FORMAT.column_at is None:
-        offs_k = k + tl.arange(0, BLOCK_K)
-        pointers = x + rows[:, None] * K + offs_k[None, :]
-        if K % BLOCK_K == 0:
-            return tl.load(pointers)
-        else:
-            return tl.load(pointers, mask=offs_k[None, :] < K, other=0.0)
-    else:
-        runs = tl.arange(0, BLOCK_K // 8)[:, None] * 8
-        stored = k + runs + tl.arange(0, 8)[None, :]
-        columns = columns_of(stored, K, FORMAT)
-        pointers = x + rows[:, None, None] * K + columns[None, :, :]
-        tile = tl.load(pointers, mask=(stored < K)[None, :, :], other=0.0)
-        return tile.reshape(rows.shape[0], BLOCK_K)
-
-
-@jit
-def _many_kernel(
-    x, x_scales, w, bias, T, args, order, counts, N: tl.constexpr, K: tl.constexpr,
-    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr, FORMAT: tl.constexpr, EPILOGUE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Up to TOKENS of T tokens, or slots of an expert, times ROWS rows of W. With x_scales, the
-    scales of its rows, x and W are 8-bit floats."""
-    gdc_launch_dependents(PDL)
-    row = tl.program_id(0) * ROWS
-    rows = row + tl.arange(0, ROWS)
-    offs_t = tl.arange(0, TOKENS)
-    gdc_wait(PDL)
-    if EXPERTS is None:
-        begin = tl.program_id(1) * TOKENS
-        x_rows = tl.minimum(begin + offs_t, T - 1).to(tl.int64)
-        w_rows = tl.minimum(rows, N - 1).to(tl.int64)
-    else:
-        offs_e = tl.arange(0, EXPERTS.padded)
-        expert, first, T = block_of(counts, offs_e, tl.program_id(1), TOKENS, EXPERTS)
-        if T <= 0:
-            return
-        begin = 0
-        slots = order + first
-        args = args + (slots,)
-        x_rows = (tl.load(slots + tl.minimum(offs_t, T - 1)) // EXPERTS.shared).to(tl.int64)
-        w_rows = expert.to(tl.int64) * N + tl.minimum(rows, N - 1)
-    start = w_rows[:, None] * K
-    acc = tl.zeros([ROWS, TOKENS], tl.float32)
-    for k in tl.range(0, K, BLOCK, num_stages=STAGES):
-        w_tile = FORMAT.load(w, start, k, None if K % BLOCK == 0 else K - k, BLOCK, 8, FORMAT.group)
-        x_tile = _tile_of_x(x, x_rows, k, K, BLOCK, FORMAT)
-        if EMULATED:  # the interpreter's own bf16 products are wrong
-            x_tile = x_tile.to(tl.float32)
-        if x_scales is None:
-            w_tile = FORMAT.values(w_tile, FORMAT.scales_of).to(x_tile.dtype)
-        acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
-    if x_scales is not None:
-        acc *= tl.load(x_scales + x_rows)[None, :]
-    if FORMAT.gain is not None:
-        acc *= row_scale(w, w_rows, rows < N, FORMAT.gain)[:, None]
-    if bias is not None:
-        acc += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
-    if EPILOGUE.added is not None:
-        offs_n, t = rows_and_tokens(row, ROWS, TOKENS)
-        t += begin
-        added = tl.load(
-            args[EPILOGUE.added] + t * N + offs_n, mask=(offs_n < N) & (t < T), other=0.0
-        )
-        acc += added.to(tl.float32)
-    SIZES: tl.constexpr = EPILOGUE.sizes
-    ready = prepared(args, row, begin, T, N, ROWS, TOKENS, EPILOGUE)
-    EPILOGUE.store(args, acc, ready, T, N, ROWS, TOKENS, SIZES)
-
-
 @cache
-def _arrived(device: torch.device) -> Tensor:
-    """Counters of programs that share a tile, see is_last. A device runs one product at a time."""
-    return torch.zeros(4096, dtype=torch.int32, device=device)
+def _arrived(device: torch.device, tiles: int) -> Tensor:
+    """Counters of the programs that share a tile, see is_last. A device runs one product at a
+    time."""
+    return torch.zeros(tiles, dtype=torch.int32, device=device)
 
 
 def many_tile(product: Product, each: int) -> ManySizes | None:
@@ -854,18 +857,20 @@ def launch_many(
     constants = dict(TOKENS=sizes.block, ROWS=sizes.rows, STAGES=sizes.stages, EXPERTS=experts)
     last = (w.bias, count, args, order, counts)
     if _decoded_on_hopper(x, w, sizes):
-        splits = 1 if slots else _splits(w, sizes, blocks * row_tiles)
+        tiles = blocks * row_tiles
+        splits = 1 if slots else _splits(w, sizes, tiles)
         shared = (None, None)
         if splits > 1:
-            parts = blocks * row_tiles * splits
-            partial = x.new_empty(parts, sizes.block * sizes.rows, dtype=torch.float32)
-            shared = (partial, _arrived(x.device))
+            sums = sizes.block * sizes.rows
+            partial = x.new_empty(tiles * splits, sums, dtype=torch.float32)
+            shared = (partial, _arrived(x.device, tiles))
         constants |= dict(COLUMNS=sizes.columns, SPLITS=splits, WARPS=sizes.warps)
         constants |= dict(maxnreg=hopper.registers(sizes.warps, sizes.programs))
         plan = Plan(hopper.many_kernel, (blocks, row_tiles, splits), sizes.warps, constants)
         launch_plan(plan, (x, w.tensors, *last, *shared), w, rows, epilogue)
     else:
-        constants |= dict(BLOCK=sizes.columns * 2 // x.element_size())
+        block = sizes.columns * 2 // x.element_size()
+        constants |= dict(BLOCK=block, STAGES=min(4, sizes.stages))
         plan = Plan(_many_kernel, (row_tiles, blocks), sizes.warps, constants)
         launch_plan(plan, (x, x_scales, w.tensors, *last), w, rows, epilogue)
 
@@ -876,10 +881,16 @@ def _decoded_on_hopper(x: Tensor, w: Matrix, sizes: ManySizes) -> bool:
 
 
 def _splits(w: Matrix, sizes: ManySizes, tiles: int) -> int:
-    """How many programs share a tile, each of which takes at least four of its blocks of
-    columns."""
-    wanted = processors(w.data.device) * sizes.programs // tiles
-    return max(1, min(8, wanted, w.columns // (4 * sizes.columns)))
+    """How many programs share a tile: as many as leave least for the SM that has most. What it
+    costs to add up their sums is counted in blocks of columns."""
+    blocks = w.columns // sizes.columns
+
+    def most(splits: int) -> float:
+        programs = triton.cdiv(tiles * splits, processors(w.data.device))
+        adding = 4 + splits * sizes.block / 32 if splits > 1 else 0
+        return programs * triton.cdiv(blocks, splits) + adding
+
+    return min(range(1, 9), key=most)
 
 
 def launch_plan(

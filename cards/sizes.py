@@ -49,8 +49,8 @@ class FewSizes(NamedTuple):
 class ManySizes(NamedTuple):
     """How a product of many tokens is divided: tiles of `block` tokens, or slots of an expert, by
     `rows` rows of W, `columns` columns at a time in 16 bits, half as many in 32 and twice as many in
-    8. cards/hopper.py keeps `stages` - 2 of these in flight, others one more; where there are fewer
-    than `programs` tiles for each SM, it lets several programs share a tile."""
+    8, of which `stages` - 1 are in flight. In cards/hopper.py `programs` programs have room on an
+    SM; other kernels have up to four stages."""
 
     block: int
     rows: int
