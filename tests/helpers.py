@@ -839,6 +839,31 @@ def with_dense_weights(model) -> None:
 
 
 @functools.cache
+def random_matrix(format, N: int, K: int, bias: torch.Tensor | None = None) -> Matrix:
+    """Where a format keeps what others have quantised: random codes and numbers of groups."""
+    if not isinstance(format, others.FileGroups):
+        weights = randn(N, K, dtype=torch.float32, scale=K**-0.5)
+        if format is not others.E4M3_128:
+            return Matrix(format.encode(weights), format, bias=bias)
+        weights = Matrix(E4M3.encode(weights), E4M3)
+        rows = formats.Quantised(weights.data.cpu(), weights.tensors[1].cpu().repeat(1, K // 128))
+    else:
+        shape = N, K // format.group
+        least, most = {4: (0, 16), 6: (0, 32), 8: (-127, 128)}[format.bits]
+        numbers = dict(scale=torch.rand(shape) + 0.5)
+        if isinstance(format.scaling, others.Zero):
+            numbers["zero"] = torch.randint(0, 16, shape).float()
+        elif type(format.scaling) is not others.Scaling:
+            numbers["minimum"] = torch.randn(shape)
+        if isinstance(format.scaling, others.Parts):
+            numbers["parts"] = tuple(torch.randint(1, 64, (N, K // 32)).float() for _ in range(2))
+        rows = formats.Quantised(torch.randint(least, most, (N, K), dtype=torch.int8), **numbers)
+    out = format.empty(N, K, torch.device("cpu"))
+    format.write(rows, out)
+    out[-1].mul_(K**-0.5 / format.decoded(out).square().mean().sqrt())
+    return Matrix(tuple(t.to(DEVICE) for t in out), format, bias=bias)
+
+
 def int4_matrix(N: int, K: int) -> Matrix:
     torch.manual_seed(5)
     w = torch.randn(N, K, device=DEVICE) * torch.logspace(-4, 2, N, device=DEVICE)[:, None]
