@@ -126,8 +126,7 @@ class Link:
 
     def receive(self) -> ModelRequest:
         self.begun = False
-        self.request = self.pipe.recv()
-        return self.request
+        return self.pipe.recv()
 
     def send(self, part: Part) -> None:
         self.begun = True
@@ -148,7 +147,7 @@ class ClientGone(Exception):
 def write_next(session: Session, model: str, link: Link, debug: bool = False) -> None:
     """Wait for a request, and answer it, on all ranks together. model: its name."""
     ranks = session.ranks
-    request = ranks.broadcast(link.receive)
+    request = link.request = ranks.broadcast(link.receive)
     try:
         write(session, model, request, link)
     except ClientGone:
