@@ -28,7 +28,9 @@ from settings import SETTINGS, Options
 from speculation.proposals import Draft, Lookup
 from tokenizer import Prompt, TextStream, Tokenizer
 
-Message = dict[str, str]  # its "role" and its "content"
+# its "role" and its "content"; beside these, what else chat templates know: "tool_calls",
+# "reasoning_content"
+Message = dict
 
 # ---- what is generated
 
@@ -61,6 +63,7 @@ class Generation:
         `limit` tokens; timings is filled in by it. scorer: what decodes them, if log-probabilities
         are asked for. first: pieces that come before these tokens."""
         self.prompt_tokens = prompt_tokens
+        self.doubles_bos = False  # the prompt has a bos of its own beside the tokenizer's
         # How many of them were evaluated for an earlier text: 0 until the first new token
         self.cached_tokens = 0
         self.ids: list[int] = []  # without an eos
@@ -70,6 +73,7 @@ class Generation:
         # full), or "interrupt", which holds until another reason is known
         self.ended_by = "interrupt"
         self.timings = timings
+        self.lacks_text = False  # ids go on beyond the text, once that has ended
         self._at_end: list[Callable[[], None]] = []
         self._scorer = scorer
         self._pieces = self._run(tokens, limit, eos, stream, first)
@@ -133,6 +137,7 @@ class Generation:
             self._at_end.clear()
             raise
         finally:  # also after close and Ctrl-C
+            self.lacks_text = stream.lacks_text
             for do in self._at_end:
                 do()
 
@@ -221,7 +226,6 @@ class Session:
         self.sampling: Sampling = self.model.sampling  # the checkpoint's own
         self.timings = Timings()  # of all that was generated
         self.load_seconds = time.perf_counter() - start
-        self._control_names = {id: name for name, id in self.tokenizer.control.items()}
         self._generation: Generation | None = None  # the last one
         self._past: Prompt | None = None  # the last prompt of a chat, and its answer
         self._turn_ends: tuple[set[int], list[str]] | None = None
@@ -238,10 +242,12 @@ class Session:
         strip_space: bool | None = None,
         logprobs: int | None = None,
         echo: bool = False,
+        shown: Collection[str] = (),
         progress: Callable[[int, int], None] | None = None,
         **settings,
     ) -> Generation:
-        """Continue a prompt, of which nothing is evaluated before the first piece is asked for.
+        """Continue a prompt, in which the names of control tokens stand for these. Nothing is
+        evaluated before the first piece is asked for.
         There are at most n tokens; below 0 there is no limit but the context. The text ends before
         `stop`, or the first of several such strings. If an earlier text is unfinished, it ends here.
 
@@ -252,7 +258,7 @@ class Session:
         of the prompt that are done, and the total. logprobs: note the log-probability of each
         token, and of so many of the most probable ones at its place; tokens are then decoded one by
         one. echo: the text begins with the prompt, which is the first piece; the prompt's tokens
-        then have log-probabilities, too.
+        then have log-probabilities, too. shown: control tokens that the text does not leave out.
 
         Raises TypeError for an unknown setting, ValueError for one out of range or for a wrong
         prompt, and model.ContextFull, which is a ValueError, for a prompt longer than the context.
@@ -261,8 +267,10 @@ class Session:
         if strip_space is None:
             strip_space = prompt == "" and self.tokenizer.vocabulary.adds_space
         text = prompt
+        doubles_bos = False
         if isinstance(prompt, str):
             prompt = self.encode(prompt)
+            doubles_bos = prompt[:2] == [self.tokenizer.bos] * 2
         elif echo:
             text = self.tokenizer.decode(prompt)
         if eos is None:
@@ -270,7 +278,7 @@ class Session:
         self.model.check(prompt)
         self.state.check_room(len(prompt) - self.state.pos)
         self.end()
-        stream = TextStream(self.tokenizer, strip_space, listed(stop))
+        stream = TextStream(self.tokenizer, strip_space, listed(stop), shown)
         timings = Timings()
         decode = scorer = None
         if self.speculation:
@@ -296,6 +304,7 @@ class Session:
             decode=decode,
         )
         self._generation = Generation(len(prompt), tokens, timings, n, eos, stream, scorer, first)
+        self._generation.doubles_bos = doubles_bos
         self._generation.at_end(lambda: self._count(timings))
         return self._generation
 
@@ -305,15 +314,15 @@ class Session:
             self._generation.close()
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a prompt; for an empty text, one from which the model can start. Raises
-        ValueError for a lone surrogate."""
+        """The ids of a prompt, in which the names of control tokens stand for these; for an empty
+        text, an id from which the model can start. Raises ValueError for a lone surrogate."""
         first = [i for i in (self.tokenizer.bos, self.tokenizer.eos) if i >= 0][:1]
-        return self.tokenizer.encode(text) or first
+        return self.tokenizer.encode(text, parse_special=True) or first
 
     def token_text(self, token: int) -> str:
         """The text of a single token: of a control token, its name. Bytes that are no whole
         character become U+FFFD."""
-        if name := self._control_names.get(token):
+        if name := self.tokenizer.control_names.get(token):
             return name
         return self.tokenizer.bytes_of(token).decode(errors="replace")
 
@@ -335,26 +344,34 @@ class Session:
         generation.at_end(lambda: self._remember(prompt, generation))
         return generation
 
-    def render(self, messages: list[Message]) -> Prompt:
+    def render(
+        self,
+        messages: list[Message],
+        tools: list[dict] | None = None,
+        variables: dict | None = None,
+    ) -> Prompt:
         """The text and the ids that the chat template makes of messages, up to where the model
         answers, or goes on with the last answer. If they continue the last chat, so do the ids.
+        tools and variables: what else the template is given, such as enable_thinking.
         With several ranks, rank 0 renders, since a template may ask for the time; the others
         receive the prompt or the error. Raises ValueError if the template refuses the messages, or
         leaves out a system message."""
-        continues = bool(messages) and messages[-1]["role"] == "assistant"
-        if continues and not messages[-1]["content"].strip():
+        last = messages[-1] if messages else {}
+        continues = last.get("role") == "assistant" and not last.get("tool_calls")
+        if continues and not last["content"].strip():
             messages = messages[:-1]
             continues = False
         if not messages:
             raise ValueError("there is no message to answer, and no text of an answer to continue")
-        render = self.tokenizer.chat_prompt
-        prompt = self.ranks.broadcast(
-            lambda: render(messages, past=self._past, continues=continues)
-        )
-        for message in messages:
-            if message["role"] == "system" and message["content"].strip() not in prompt.text:
-                raise ValueError("the chat template has no place for this system message")
-        return prompt
+        given = dict(tools=tools, variables=variables)
+
+        def rendered() -> Prompt:
+            self.tokenizer.check_systems(messages, **given)
+            return self.tokenizer.chat_prompt(
+                messages, past=self._past, continues=continues, **given
+            )
+
+        return self.ranks.broadcast(rendered)
 
     def turn_ends(self) -> tuple[set[int], list[str]]:
         """The ids and the strings that end an answer, besides eos, according to the chat template.
@@ -403,7 +420,7 @@ class Session:
     def _remember(self, prompt: Prompt, answer: Generation) -> None:
         if answer.answered:
             ids = answer.ids
-            if answer.ended_by == "stop":  # they go on beyond the text
+            if answer.lacks_text:
                 ids = self.tokenizer.encode(answer.text, bos=False)
             self._past = replace(prompt, ids=prompt.ids + ids, answer=answer.text)
 

@@ -8,7 +8,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -17,6 +17,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     ValidationError,
     WrapValidator,
     create_model,
@@ -27,6 +28,8 @@ from starlette.exceptions import HTTPException
 
 from loading.files import one_line
 from settings import FILTERS, RANDOM, SETTINGS, Setting
+from talk.cli import note_once, speed
+from talk.tools import THINK, Answer, Part, Router, control_marks, style_of
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from logprobs import Logprob
@@ -53,9 +56,6 @@ def error_body(error: HTTPException) -> dict:
 
 # ---- what answers have in common
 
-# what OpenAI calls the reasons for which a text ends
-ENDS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
-
 
 def usage(text: Generation) -> dict:
     return {
@@ -64,6 +64,11 @@ def usage(text: Generation) -> dict:
         "total_tokens": text.prompt_tokens + len(text.ids),
         "prompt_tokens_details": {"cached_tokens": text.cached_tokens},
     }
+
+
+def as_tool_call(part: Part) -> dict:
+    """A call as it is answered."""
+    return {"id": part.text, "type": "function", "function": part.call._asdict()}
 
 
 def event(value: dict) -> bytes:
@@ -76,11 +81,11 @@ def event(value: dict) -> bytes:
 # Fields of OpenAI, llama.cpp and vLLM that change the text and are not supported, with their values
 # that change nothing: only these are accepted. All other unknown fields are ignored, such as user
 # and store, or dry_base, which has no effect without a dry_multiplier
+SAMPLERS = ["penalties", "top_k", "top_p", "min_p", "temperature"]
 UNSUPPORTED = dict(
     # several texts, tools, another prompt
-    n=[1], n_cmpl=[1], best_of=[1], use_beam_search=[False], tools=[[]],
-    tool_choice=["none", "auto"], functions=[[]], function_call=["none", "auto"],
-    modalities=[["text"]], suffix=[""], chat_template_kwargs=[{}], add_special_tokens=[True],
+    n=[1], n_cmpl=[1], best_of=[1], use_beam_search=[False], functions=[[]],
+    function_call=["none", "auto"], modalities=[["text"]], suffix=[""], add_special_tokens=[True],
     truncate_prompt_tokens=[-1], lora=[[]],
     # grammars
     response_format=[{"type": "text"}], grammar=[""], json_schema=[{}], structured_outputs=[{}],
@@ -89,13 +94,30 @@ UNSUPPORTED = dict(
     presence_penalty=[0], frequency_penalty=[0], logit_bias=[{}, []], bad_words=[[]],
     allowed_token_ids=[[]], typical_p=[1], top_n_sigma=[-1, 0], top_a=[0], tfs_z=[1], mirostat=[0],
     dynatemp_range=[0], smoothing_factor=[0], dry_multiplier=[0], xtc_probability=[0],
-    adaptive_target=[-1], no_repeat_ngram_size=[0], min_keep=[0],
-    samplers=[["penalties", "top_k", "top_p", "min_p", "temperature"]],
+    adaptive_target=[-1], no_repeat_ngram_size=[0], min_keep=[0], samplers=[SAMPLERS],
     # the end of the text
     min_tokens=[0], stop_token_ids=[[]], include_stop_str_in_output=[False], n_indent=[0],
-    t_max_predict_ms=[0],
+    t_max_predict_ms=[0, -1],
 )  # fmt: skip
 OPTIONS = {"stop", "ignore_eos", *SETTINGS}  # of Session.generate, under the same names
+
+
+def sampler_order(value: object) -> object:
+    """An order of samplers in llama.cpp's names or letters, as those among them that this program
+    has: the others are off, as their settings have to be."""
+    if isinstance(value, str):
+        letters = dict(zip("ekpmt", SAMPLERS))
+        value = [letters.get(letter) for letter in value]
+    if not isinstance(value, list):
+        return value
+    other_names = {"temp": "temperature", "nucleus": "top_p"}
+    names = [name.replace("-", "_") for name in value if isinstance(name, str)]
+    names = [other_names.get(name, name) for name in names]
+    return [name for name in names if name in SAMPLERS]
+
+
+# Fields whose values are compared in another form
+SPELLINGS = {"samplers": sampler_order}
 
 LIMITS = "max_completion_tokens", "max_tokens", "n_predict"  # the last one is llama.cpp's
 INT_END = 1 << 31
@@ -135,10 +157,27 @@ Prompt = Annotated[
 ]
 
 
+def up_to_an_error(schema: object) -> object:
+    """A schema of pydantic whose lists are read up to the first element that is wrong."""
+    match schema:
+        case {"type": "list", **rest}:
+            return {"type": "list", "fail_fast": True} | up_to_an_error(rest)
+        case dict():
+            return {name: up_to_an_error(value) for name, value in schema.items()}
+        case list():
+            return [*map(up_to_an_error, schema)]
+    return schema
+
+
 class Strict(BaseModel):
-    """Takes no value of another type, such as "1" or true for 1. Unknown fields are ignored."""
+    """Takes no value of another type, such as "1" or true for 1. Unknown fields are ignored. The
+    first error ends the reading: only one is told, and a list may have millions."""
 
     model_config = ConfigDict(strict=True)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type, handler: GetCoreSchemaHandler):
+        return up_to_an_error(handler(source))
 
 
 class TextPart(Strict):
@@ -146,23 +185,98 @@ class TextPart(Strict):
     text: str
 
 
+class Function(Strict):
+    """A function that is called."""
+
+    name: str
+    arguments: str | dict = "{}"
+
+    def plain(self) -> dict:
+        """As chat templates know it, with arguments that are an object. Raises ValueError."""
+        arguments = self.arguments
+        if isinstance(arguments, str):
+            arguments = from_json(arguments or "{}")
+        if not isinstance(arguments, dict):
+            raise ValueError
+        return {"name": self.name, "arguments": arguments}
+
+
+class ToolCall(Strict):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: Function
+
+
 class Message(Strict):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         str | list[TextPart] | None,
         must_be("a string, or a list of parts of the type text: only text is supported"),
-    ]
-    tool_calls: Annotated[
-        Annotated[list, Field(max_length=0)] | None, must_be("absent: tools are not supported")
     ] = None
+    tool_calls: Annotated[
+        list[ToolCall] | None, must_be("a list of calls of functions, or absent")
+    ] = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    # what was thought before the answer
+    reasoning_content: str | None = Field(
+        None, validation_alias=AliasChoices("reasoning_content", "reasoning")
+    )
 
-    def plain(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _check(self) -> Message:
+        called = self.role == "assistant" and self.tool_calls
+        if "content" not in self.model_fields_set and not called:
+            raise PydanticCustomError("wrong", "content is missing")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise PydanticCustomError("wrong", "tool_call_id is missing")
+        self.plain()
+        return self
+
+    def plain(self) -> dict:
         """The message as chat templates know it."""
         content = self.content or ""
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": content}
+        plain = {"role": role, "content": content}
+        try:
+            calls = [call.function.plain() for call in self.tool_calls or ()]
+        except ValueError:
+            what = "tool_calls: arguments must be an object of JSON"
+            raise PydanticCustomError("wrong", what) from None
+        if calls:
+            plain["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": function}
+                for call, function in zip(self.tool_calls, calls)
+            ]
+        more = self.model_dump(include={"tool_call_id", "name", "reasoning_content"})
+        return plain | {name: value for name, value in more.items() if value is not None}
+
+
+def is_tool(value: dict) -> dict:
+    """A tool as chat templates know it: what the client sent."""
+    match value:
+        case {"type": "function", "function": {"name": str(), **function}}:
+            if isinstance(function.get("parameters") or {}, dict):
+                return value
+    raise PydanticCustomError("wrong", "must be functions, each with its name and parameters")
+
+
+class Named(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: Named
+
+
+Tool = Annotated[dict, AfterValidator(is_tool)]
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedTool,
+    must_be("none, auto, required, or one of the functions"),
+]
 
 
 class StreamOptions(Strict):
@@ -200,6 +314,10 @@ class ModelRequest(Strict):
         what is the client's fault; what the iterator raises is not."""
         raise NotImplementedError
 
+    def summary(self) -> str:
+        """What the server's log says of the answer, once that is written; may be empty."""
+        return ""
+
 
 Filters = create_model(
     "Filters", __base__=ModelRequest, **{name: _field(name, row) for name, row in FILTERS.items()}
@@ -220,6 +338,7 @@ class GenerationRequest(Filters):
     seed: Annotated[int, AfterValidator(own_seed)] = Field(RANDOM, validate_default=True)
     stop: StopStrings = []
     ignore_eos: bool = False
+    _text: Any = None  # the Generation that answers it
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
@@ -231,7 +350,10 @@ class GenerationRequest(Filters):
             if name not in fields or name in cls.names():
                 continue
             accepted = [to_json(value) for value in values]  # as JSON, where true is not 1
-            if to_json(fields[name]) not in accepted:
+            value = fields[name]
+            if name in SPELLINGS:
+                value = SPELLINGS[name](value)
+            if to_json(value) not in accepted:
                 only = f"{name} must be absent or {accepted[0].decode()}"
                 raise APIError(f"{only}: nothing else is supported", param=name)
         return fields
@@ -253,16 +375,18 @@ class GenerationRequest(Filters):
         """Arguments of Session.generate and Session.chat."""
         return {"n": self.max_tokens} | self.model_dump(include=OPTIONS, exclude_none=True)
 
-    def generation(self, session: Session, **options) -> Generation:
-        """The text. options: more arguments of Session.generate. Raises ValueError."""
+    def answers(self, session: Session, **options) -> Answer:
+        """The text and how it is read. options: more arguments of Session.generate. Raises
+        ValueError."""
         raise NotImplementedError
 
-    def whole(self, text: str) -> dict:
+    def whole(self, answer: Answer) -> dict:
         """The whole text, in an answer."""
         raise NotImplementedError
 
-    def delta(self, text: str) -> dict:
-        """A part of the text, in a stream; the last part is empty."""
+    def delta(self, part: Part | None, calls: int) -> dict:
+        """A part of the text, in a stream; None is the last one, which is empty. calls: how many
+        calls came before."""
         raise NotImplementedError
 
     def scores(self, logprobs: Sequence[Logprob], session: Session) -> dict:
@@ -272,7 +396,8 @@ class GenerationRequest(Filters):
     def answer(
         self, session: Session, model: str, progress: Callable[[int, int], None]
     ) -> Iterator[bytes]:
-        text = self.generation(session, progress=progress)
+        answer = self.answers(session, progress=progress)
+        self._text = answer.text
         head = {
             "id": self.id_begins + uuid.uuid4().hex,
             "object": self.chunk_object if self.stream else self.whole_object,
@@ -280,43 +405,61 @@ class GenerationRequest(Filters):
             "model": model,
         }
         if self.stream:
-            return self._events(text, head, session)
-        return self._object(text, head, session)
+            return self._events(answer, head, session)
+        return self._object(answer, head, session)
 
-    def _object(self, text: Generation, head: dict, session: Session) -> Iterator[bytes]:
-        for _ in text:
+    def summary(self) -> str:
+        text = speed(self._text)
+        if self._text.doubles_bos:
+            text += "; the prompt begins with a bos of its own, after the tokenizer's"
+        return text
+
+    def _object(self, answer: Answer, head: dict, session: Session) -> Iterator[bytes]:
+        for _ in answer:
             yield b""
-        choice = self._choice(self.whole(text.text), text.logprobs, text.ended_by, session)
-        yield to_json(head | {"choices": [choice], "usage": usage(text)})
+        whole = self.whole(answer)
+        choice = self._choice(whole, answer.text.logprobs, answer.finish_reason, session)
+        yield to_json(head | {"choices": [choice], "usage": usage(answer.text)})
 
-    def _events(self, text: Generation, head: dict, session: Session) -> Iterator[bytes]:
+    def _events(self, answer: Answer, head: dict, session: Session) -> Iterator[bytes]:
         with_usage = self.stream_options.include_usage
         if with_usage:
             head["usage"] = None  # in all events but the one that tells it
 
-        def chunk(said: dict, logprobs: Sequence[Logprob] = (), ended_by: str = "") -> bytes:
-            choice = self._choice(said, logprobs, ended_by, session)
+        def chunk(
+            said: dict, logprobs: Sequence[Logprob] = (), finish_reason: str | None = None
+        ) -> bytes:
+            choice = self._choice(said, logprobs, finish_reason, session)
             return event(head | {"choices": [choice]})
 
         events = b""
         if self.first_delta:
             events = chunk(self.first_delta)  # goes with the first text
-        for piece in text:
-            if not piece.text and not piece.logprobs:
-                yield b""
-                continue
-            yield events + chunk(self.delta(piece.text), piece.logprobs)
-            events = b""
-        events += chunk(self.delta(""), ended_by=text.ended_by)
+        calls = 0
+        for parts, logprobs in answer:
+            if logprobs and not parts:
+                parts = [Part("text", "")]
+            for part in parts:
+                events += chunk(self.delta(part, calls), logprobs)
+                calls += part.kind == "call"
+                logprobs = ()
+            yield events if parts else b""
+            if parts:
+                events = b""
+        events += chunk(self.delta(None, calls), finish_reason=answer.finish_reason)
         if with_usage:
-            events += event(head | {"choices": [], "usage": usage(text)})
+            events += event(head | {"choices": [], "usage": usage(answer.text)})
         yield events + b"data: [DONE]\n\n"
 
     def _choice(
-        self, said: dict, logprobs: Sequence[Logprob], ended_by: str, session: Session
+        self,
+        said: dict,
+        logprobs: Sequence[Logprob],
+        finish_reason: str | None,
+        session: Session,
     ) -> dict:
         scores = self.scores(logprobs, session) if logprobs else None
-        return {"index": 0, **said, "logprobs": scores, "finish_reason": ENDS.get(ended_by)}
+        return {"index": 0, **said, "logprobs": scores, "finish_reason": finish_reason}
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -330,23 +473,80 @@ class ChatCompletionRequest(GenerationRequest):
     messages: list[Message] = Field(min_length=1)
     logprobs: bool = False
     top_logprobs: TopLogprobs = 0
+    tools: list[Tool] = []
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    # what chat templates know of thinking
+    chat_template_kwargs: dict = {}
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
 
     @model_validator(mode="after")
     def _check(self) -> ChatCompletionRequest:
         if self.top_logprobs and not self.logprobs:
             raise APIError("top_logprobs needs logprobs: true", param="top_logprobs")
+        names = [tool["function"]["name"] for tool in self.tools]
+        choice = self.tool_choice
+        if choice == "required" and not names:
+            raise APIError("tool_choice: there are no tools", param="tool_choice")
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            message = f"tool_choice: no tool has the name {choice.function.name}"
+            raise APIError(message, param="tool_choice")
         return self
 
-    def generation(self, session: Session, **options) -> Generation:
-        best = self.top_logprobs if self.logprobs else None
+    def variables(self) -> dict:
+        """What the chat template is given besides messages and tools."""
+        given = {}
+        if self.reasoning_effort is not None:
+            given["reasoning_effort"] = self.reasoning_effort
+            if self.reasoning_effort == "none":
+                given["enable_thinking"] = False
+        if self.enable_thinking is not None:
+            given["enable_thinking"] = self.enable_thinking
+        return given | self.chat_template_kwargs
+
+    def answers(self, session: Session, **options) -> Answer:
+        tools = self.tools if self.tool_choice != "none" else []
+        style = style_of(session.tokenizer.tool_template) if tools else None
+        if tools and not style:
+            note_once(
+                "the chat template knows no tools: what is asked with tools is answered in text"
+            )
+            tools = []
         messages = [message.plain() for message in self.messages]
-        return session.chat(messages, logprobs=best, **self.options(), **options)
+        prompt = session.render(messages, tools, self.variables())
+        best = self.top_logprobs if self.logprobs else None
+        text = session.chat(
+            prompt,
+            logprobs=best,
+            shown=control_marks(style),
+            **self.options(),
+            **options,
+        )
+        functions = [tool["function"] for tool in tools]
+        schemas = {f["name"]: f.get("parameters") or {} for f in functions}
+        thinks = prompt.text.rstrip().endswith(THINK)
+        return Answer(text, Router(style, schemas, thinks), self.parallel_tool_calls)
 
-    def whole(self, text: str) -> dict:
-        return {"message": {"role": "assistant", "content": text}}
+    def whole(self, answer: Answer) -> dict:
+        said = answer.said("text")
+        message = {"role": "assistant", "content": said}
+        if thought := answer.said("thought"):
+            message["reasoning_content"] = thought
+        if answer.calls:
+            message["content"] = said or None
+            message["tool_calls"] = [as_tool_call(part) for part in answer.calls]
+        return {"message": message}
 
-    def delta(self, text: str) -> dict:
-        return {"delta": {"content": text} if text else {}}
+    def delta(self, part: Part | None, calls: int) -> dict:
+        match part:
+            case None:
+                return {"delta": {}}
+            case Part("call"):
+                return {"delta": {"tool_calls": [{"index": calls, **as_tool_call(part)}]}}
+            case Part("thought"):
+                return {"delta": {"reasoning_content": part.text}}
+        return {"delta": {"content": part.text} if part.text else {}}
 
     def scores(self, logprobs: Sequence[Logprob], session: Session) -> dict:
         def of(id: int, value: float) -> dict:
@@ -371,16 +571,16 @@ class CompletionRequest(GenerationRequest):
     logprobs: Annotated[TopLogprobs | bool, must_be("from 0 to 20, or true for 1")] = False
     echo: bool = False  # the prompt comes before the text
 
-    def generation(self, session: Session, **options) -> Generation:
+    def answers(self, session: Session, **options) -> Answer:
         best = None if self.logprobs is False else int(self.logprobs)
         options |= dict(logprobs=best, echo=self.echo)
-        return session.generate(self.prompt, **self.options(), **options)
+        return Answer(session.generate(self.prompt, **self.options(), **options))
 
-    def whole(self, text: str) -> dict:
-        return {"text": text}
+    def whole(self, answer: Answer) -> dict:
+        return {"text": answer.said("text")}
 
-    def delta(self, text: str) -> dict:
-        return {"text": text}
+    def delta(self, part: Part | None, calls: int) -> dict:
+        return {"text": part.text if part else ""}
 
     def scores(self, logprobs: Sequence[Logprob], session: Session) -> dict:
         def best_of(score: Logprob) -> dict[str, float] | None:
@@ -398,23 +598,38 @@ class CompletionRequest(GenerationRequest):
 
 
 class TokenizeRequest(ModelRequest):
-    """llama.cpp's request for the ids of a text. What looks like a control token is text."""
+    """llama.cpp's request for the ids of a text, with_pieces: each with its own text."""
 
     content: str
     add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
 
     def answer(self, session: Session, *_) -> Iterator[bytes]:
-        ids = session.tokenizer.encode(self.content, bos=self.add_special)
-        return iter([to_json({"tokens": ids})])
+        tokens = session.tokenizer.encode(self.content, self.add_special, self.parse_special)
+        if self.with_pieces:
+            tokens = [{"id": id, "piece": piece_of(id, session)} for id in tokens]
+        return iter([to_json({"tokens": tokens})])
+
+
+def piece_of(id: int, session: Session) -> str | list[int]:
+    """A token's text or, if it is not whole characters, its bytes."""
+    if name := session.tokenizer.control_names.get(id):
+        return name
+    raw = session.tokenizer.bytes_of(id)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return [*raw]
 
 
 class DetokenizeRequest(ModelRequest):
-    """llama.cpp's request for the text of ids."""
+    """llama.cpp's request for the text of ids, with the names of control tokens."""
 
     tokens: list[int]
 
     def answer(self, session: Session, *_) -> Iterator[bytes]:
-        return iter([to_json({"content": session.tokenizer.decode(self.tokens)})])
+        return iter([to_json({"content": session.tokenizer.decode(self.tokens, marks=True)})])
 
 
 ENDPOINTS: dict[str, type[ModelRequest]] = {
@@ -445,7 +660,7 @@ def parse_request(body: bytes, kind: type[ModelRequest]) -> ModelRequest:
 
 def first_error(error: ValidationError) -> APIError:
     """What is wrong with the first field that is."""
-    first, *_ = error.errors()
+    first, *_ = error.errors(include_url=False, include_input=False)
     name, *place = first["loc"]
     if name == "messages" and place:
         name = f"messages[{place[0]}]"
