@@ -15,7 +15,7 @@ from torch import Tensor
 
 from formats import Quantised
 from loading.families import family_of
-from loading.files import Fields, one_line_errors
+from loading.files import Fields, one_line, one_line_errors
 from loading.layouts import EMBEDS, Files, Folder, check_heads
 from loading.names import Kind, Part
 from loading.quantised import FLOATS, Packing, checked, of_rows, packing_of
@@ -342,8 +342,8 @@ def ids_in(f: Fields, name: str, vocab_size: int, notes: list[str]) -> list[int]
         raise ValueError(f"{f.file}: {name} is {value!r}; it must hold ids")
     found = [i for i in ids if 0 <= i < vocab_size]
     if len(found) < len(ids):
-        have = f"{name} is {value!r}, but the model's ids are 0 .. {vocab_size - 1}"
-        notes.append(f"{f.file.name}: {have}: others are ignored")
+        beyond = f"ids that a vocabulary of {vocab_size} does not have are ignored"
+        notes.append(f"{f.file.name}: {name} is {one_line(repr(value))}; {beyond}")
     return found
 
 
