@@ -864,7 +864,7 @@ def launch_many(
             sums = sizes.block * sizes.rows
             partial = x.new_empty(tiles * splits, sums, dtype=torch.float32)
             shared = (partial, _arrived(x.device, tiles))
-        constants |= dict(COLUMNS=sizes.columns, SPLITS=splits, WARPS=sizes.warps)
+        constants |= dict(COLUMNS=sizes.columns, SPLITS=splits)
         constants |= dict(maxnreg=hopper.registers(sizes.warps, sizes.programs))
         plan = Plan(hopper.many_kernel, (blocks, row_tiles, splits), sizes.warps, constants)
         launch_plan(plan, (x, w.tensors, *last, *shared), w, rows, epilogue)

@@ -519,9 +519,8 @@ def attends_few(q: Tensor, longest: int, rows: int) -> bool:
 #
 #      bits/codes4.py keeps just these in the four words of 32 columns. So a thread reads its word of
 #      each four from shared memory, decodes it, and has its part of W in registers. Codes of 8 bits
-#      are read two at a time. Codes, the numbers of groups and x are copied to shared memory in
-#      stages, all but two of which are in flight: one is multiplied, and the one before it may still
-#      be by another warp. x is put into the order of W's columns as it is copied.
+#      are read two at a time. As in attention of a prompt, one group of warps loads, here by cp.async:
+#      codes, the numbers of groups, and x, which is put into the order of W's columns on the way.
 #
 #      Where there are fewer tiles than SMs, several programs divide the columns of a tile (SPLITS),
 #      and the last one to finish adds up their sums.
@@ -542,54 +541,21 @@ def _layout_of_words(rows, width, warps):
 
 
 LOADERS = constexpr(4)  # warps that load
-LOADER_REGISTERS = constexpr(40)
-
-
-@jit
-def _finish(
-    y, w, biases, place, T, args, N, EXPERTS: gl.constexpr, FORMAT: gl.constexpr,
-    EPILOGUE: gl.constexpr,
-):  # fmt: skip
-    """Hand y [ROWS, TOKENS] to the epilogue: rows from `row` on, those of W from `first` on; T tokens
-    from `begin` on."""
-    first, row, begin = place
-    ROWS: gl.constexpr = y.shape[0]
-    TOKENS: gl.constexpr = y.shape[1]
-    OUT: gl.constexpr = y.type.layout
-    offs = gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
-    rows = (row + offs)[:, None]
-    if FORMAT.gain is not None:
-        y *= row_scale(w, first + offs, row + offs < N, FORMAT.gain)[:, None]
-    if len(biases) > 0:
-        y += gl.load(biases[0] + rows, mask=rows < N, other=0.0).to(gl.float32)
-    t = gl.arange(0, TOKENS, gl.SliceLayout(0, OUT))[None, :]
-    if EXPERTS is None:
-        t += begin
-        T += begin
-    SIZES: gl.constexpr = EPILOGUE.sizes
-    if EPILOGUE.pairs:
-        even, odd = gl.split(y.reshape(ROWS // 2, 2, TOKENS).permute(0, 2, 1))
-        rows = gl.arange(0, ROWS // 2, gl.SliceLayout(1, even.type.layout))[:, None] + row // 2
-        t = gl.convert_layout(t, even.type.layout)
-    elif EPILOGUE.added is not None:
-        added = args[EPILOGUE.added] + t * N + rows
-        y += gl.load(added, mask=(rows < N) & (t < T), other=0.0).to(gl.float32)
-    ready = EPILOGUE.prepare(args, rows, t, T, N, TOKENS, SIZES)
-    EPILOGUE.store(args, y, ready, T, N, ROWS, TOKENS, SIZES)
+LOADER_REGISTERS = constexpr(40)  # of each of their threads
 
 
 @jit
 def _copy_codes(codes, w, rows, step, K: gl.constexpr, COLUMNS: gl.constexpr):
     """Start to copy the codes of the COLUMNS columns of a step, 16 bytes a thread. rows: the first
-    row, and how many there are behind it at most."""
+    row of the tile, and the index of the last one there is, counted from it."""
     WIDTH: gl.constexpr = codes.shape[1]
     EACH: gl.constexpr = COLUMNS // WIDTH  # columns in an element
     VEC: gl.constexpr = 128 // codes.dtype.primitive_bitwidth
     LANES: gl.constexpr = WIDTH // VEC
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // LANES, LANES], [LOADERS, 1], [1, 0])
-    first, limit = rows
+    first, last = rows
     r = gl.arange(0, codes.shape[0], gl.SliceLayout(1, LAYOUT))
-    start = (first + gl.minimum(r, limit)).to(gl.int64) * (K // EACH) + step * WIDTH
+    start = (first + gl.minimum(r, last)).to(gl.int64) * (K // EACH) + step * WIDTH
     offs = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     async_copy.async_copy_global_to_shared(codes, w + (start[:, None] + offs[None, :]))
 
@@ -602,9 +568,9 @@ def _copy_groups(tile, w, rows, step, K: gl.constexpr, GROUP: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout(
         [1, VEC], [32 * VEC // G, G // VEC], [LOADERS, 1], [1, 0]
     )
-    first, limit = rows
+    first, last = rows
     r = gl.arange(0, tile.shape[0], gl.SliceLayout(1, LAYOUT))
-    start = (first + gl.minimum(r, limit)).to(gl.int64) * (K // GROUP)
+    start = (first + gl.minimum(r, last)).to(gl.int64) * (K // GROUP)
     place = step * G + gl.arange(0, G, gl.SliceLayout(0, LAYOUT))
     if GROUP > 32:
         place = place // (GROUP // 32)
@@ -635,19 +601,19 @@ def _copy_x(tile, x, rows, step, K: gl.constexpr, FORMAT: gl.constexpr):
 
 @jit
 def _load_tiles(
-    tiles, full, empty, x, w, rows, slots, begin, T, low, steps, K: gl.constexpr,
-    EXPERTS: gl.constexpr, FORMAT: gl.constexpr, PDL: gl.constexpr,
+    tiles, full, empty, x, w, place, low, steps, K: gl.constexpr, EXPERTS: gl.constexpr,
+    FORMAT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The group that loads."""
+    """The group that loads: `steps` blocks of columns from block `low` on."""
     _, x_tiles, _ = tiles
+    rows, _, begin, T, slots = place
     STAGES: gl.constexpr = x_tiles.shape[0]
     TOKENS: gl.constexpr = x_tiles.shape[1]
     COLUMNS: gl.constexpr = x_tiles.shape[2]
     LAYOUT: gl.constexpr = gl.BlockedLayout(
         [1, 8], [256 // COLUMNS, COLUMNS // 8], [LOADERS, 1], [1, 0]
     )
-    ahead = gl.minimum(STAGES, steps)
-    for i in range(ahead):  # before the wait
+    for i in range(gl.minimum(STAGES, steps)):  # before the wait
         _copy_w(tiles, i, w, rows, low + i, K, COLUMNS, FORMAT)
     gdc_wait(PDL)
     t = gl.minimum(gl.arange(0, TOKENS, gl.SliceLayout(1, LAYOUT)), T - 1)
@@ -666,48 +632,17 @@ def _load_tiles(
 
 
 @jit
-def _hand_over(
-    acc, w, biases, place, T, args, N, shared, SPLITS: gl.constexpr, EXPERTS: gl.constexpr,
-    FORMAT: gl.constexpr, EPILOGUE: gl.constexpr,
-):  # fmt: skip
-    """The last of the programs that share a tile adds up their sums, and hands them to the epilogue."""
-    ROWS: gl.constexpr = acc.shape[0]
-    TOKENS: gl.constexpr = acc.shape[1]
-    # Pairs of rows side by side
-    BESIDE: gl.constexpr = ROWS // 64
-    OTHERS: gl.constexpr = gl.num_warps() // BESIDE
-    OUT: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [BESIDE, OTHERS], [0, 1])
-    y = gl.convert_layout(acc, OUT)
-    if SPLITS == 1:
-        _finish(y, w, biases, place, T, args, N, EXPERTS, FORMAT, EPILOGUE)
-    else:
-        partial, arrived = shared
-        tile = gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)
-        r = gl.arange(0, ROWS, gl.SliceLayout(1, OUT))[:, None]
-        t = gl.arange(0, TOKENS, gl.SliceLayout(0, OUT))[None, :]
-        parts = partial + tile.to(gl.int64) * (SPLITS * TOKENS * ROWS) + (t * ROWS + r)
-        gl.store(parts + gl.program_id(2) * (TOKENS * ROWS), y, mask=t < T)
-        if is_last(arrived + tile, SPLITS):
-            y = gl.zeros([ROWS, TOKENS], gl.float32, OUT)
-            for s in gl.static_range(SPLITS):
-                part = parts + s * (TOKENS * ROWS)
-                y += gl.load(part, mask=t < T, other=0.0, cache_modifier=".cg")
-            _finish(y, w, biases, place, T, args, N, EXPERTS, FORMAT, EPILOGUE)
-
-
-@jit
 def _multiply_tiles(
-    tiles, full, empty, w, biases, rows, row, slots, begin, T, steps, args, N, shared,
-    SPLITS: gl.constexpr, WARPS: gl.constexpr, EXPERTS: gl.constexpr, FORMAT: gl.constexpr,
-    EPILOGUE: gl.constexpr, PDL: gl.constexpr,
+    tiles, full, empty, w, place, steps, result, SPLITS: gl.constexpr, EXPERTS: gl.constexpr,
+    FORMAT: gl.constexpr, EPILOGUE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The groups that multiply. shared: with several programs for a tile, where they leave their
-    sums, and the counter of those that have."""
+    """The groups that multiply."""
     codes, x_tiles, groups = tiles
     STAGES: gl.constexpr = x_tiles.shape[0]
     TOKENS: gl.constexpr = x_tiles.shape[1]
     ROWS: gl.constexpr = codes.shape[1]
     WIDTH: gl.constexpr = codes.shape[2]
+    WARPS: gl.constexpr = gl.num_warps()
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     acc = gl.zeros([ROWS, TOKENS], gl.float32, MMA)
@@ -728,22 +663,89 @@ def _multiply_tiles(
         acc, a = warpgroup_mma_wait(0, deps=[acc, a])
         mbarrier.arrive(empty.index(stage), count=1)
     gdc_wait(PDL)
+    _, _, _, T, _ = place
     if T > 0:
-        first, _ = rows
-        place = (first, row, begin)
-        _hand_over(
-            acc, w, biases, place, T, args + slots, N, shared, SPLITS, EXPERTS, FORMAT, EPILOGUE
-        )
+        _hand_over(acc, w, place, result, SPLITS, EXPERTS, FORMAT, EPILOGUE)
+
+
+@jit
+def _hand_over(
+    acc, w, place, result, SPLITS: gl.constexpr, EXPERTS: gl.constexpr, FORMAT: gl.constexpr,
+    EPILOGUE: gl.constexpr,
+):  # fmt: skip
+    """The last of the programs that share a tile adds up their sums and hands them to the
+    epilogue."""
+    ROWS: gl.constexpr = acc.shape[0]
+    TOKENS: gl.constexpr = acc.shape[1]
+    # Pairs of rows side by side
+    BESIDE: gl.constexpr = ROWS // 64
+    OTHERS: gl.constexpr = gl.num_warps() // BESIDE
+    OUT: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [BESIDE, OTHERS], [0, 1])
+    y = gl.convert_layout(acc, OUT)
+    if SPLITS == 1:
+        _finish(y, w, place, result, EXPERTS, FORMAT, EPILOGUE)
+    else:
+        _, _, _, shared = result
+        partial, arrived = shared
+        _, _, _, T, _ = place
+        tile = gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)
+        r = gl.arange(0, ROWS, gl.SliceLayout(1, OUT))[:, None]
+        t = gl.arange(0, TOKENS, gl.SliceLayout(0, OUT))[None, :]
+        parts = partial + tile.to(gl.int64) * (SPLITS * TOKENS * ROWS) + (t * ROWS + r)
+        gl.store(parts + gl.program_id(2) * (TOKENS * ROWS), y, mask=t < T)
+        if is_last(arrived + tile, SPLITS):
+            y = gl.zeros([ROWS, TOKENS], gl.float32, OUT)
+            for s in gl.static_range(SPLITS):
+                part = parts + s * (TOKENS * ROWS)
+                y += gl.load(part, mask=t < T, other=0.0, cache_modifier=".cg")
+            _finish(y, w, place, result, EXPERTS, FORMAT, EPILOGUE)
+
+
+@jit
+def _finish(
+    y, w, place, result, EXPERTS: gl.constexpr, FORMAT: gl.constexpr, EPILOGUE: gl.constexpr
+):
+    """Hand y [ROWS, TOKENS] to the epilogue."""
+    w_rows, row, begin, T, slots = place
+    first, _ = w_rows
+    args, N, biases, _ = result
+    ROWS: gl.constexpr = y.shape[0]
+    TOKENS: gl.constexpr = y.shape[1]
+    OUT: gl.constexpr = y.type.layout
+    offs = gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
+    rows = (row + offs)[:, None]
+    if FORMAT.gain is not None:
+        y *= row_scale(w, first + offs, row + offs < N, FORMAT.gain)[:, None]
+    if len(biases) > 0:
+        y += gl.load(biases[0] + rows, mask=rows < N, other=0.0).to(gl.float32)
+    t = gl.arange(0, TOKENS, gl.SliceLayout(0, OUT))[None, :]
+    if EXPERTS is None:
+        t += begin
+        T += begin
+    if EPILOGUE.pairs:
+        even, odd = gl.split(y.reshape(ROWS // 2, 2, TOKENS).permute(0, 2, 1))
+        rows = gl.arange(0, ROWS // 2, gl.SliceLayout(1, even.type.layout))[:, None] + row // 2
+        t = gl.convert_layout(t, even.type.layout)
+    elif EPILOGUE.added is not None:
+        added = args[EPILOGUE.added] + t * N + rows
+        y += gl.load(added, mask=(rows < N) & (t < T), other=0.0).to(gl.float32)
+    SIZES: gl.constexpr = EPILOGUE.sizes
+    args = args + slots
+    ready = EPILOGUE.prepare(args, rows, t, T, N, TOKENS, SIZES)
+    EPILOGUE.store(args, y, ready, T, N, ROWS, TOKENS, SIZES)
 
 
 @jit
 def many_kernel(
     x, w, bias, T, args, order, counts, partial, arrived, N, K: gl.constexpr, TOKENS: gl.constexpr,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr,
-    WARPS: gl.constexpr, EXPERTS: gl.constexpr, FORMAT: gl.constexpr, EPILOGUE: gl.constexpr,
-    PDL: gl.constexpr,
+    EXPERTS: gl.constexpr, FORMAT: gl.constexpr, EPILOGUE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of W times up to TOKENS of T tokens, or slots of an expert."""
+    """ROWS rows of W times up to TOKENS of T tokens, or slots of an expert.
+
+    place    the first row of W, and how many may follow it; the same row counted within its matrix;
+             the first token, or where an expert's slots begin; how many there are; the slots
+    result   what the epilogue gets, the bias, and where programs that share a tile leave sums"""
     gdc_launch_dependents(PDL)
     codes: gl.constexpr = w[0].dtype.element_ty
     WIDTH: gl.constexpr = COLUMNS // 8 if codes == gl.int32 else COLUMNS
@@ -772,74 +774,33 @@ def many_kernel(
         T -= begin
     else:
         gdc_wait(PDL)
-        offs_e = gl.arange(0, EXPERTS.padded, gl.BlockedLayout([1], [32], [WARPS], [0]))
+        offs_e = gl.arange(0, EXPERTS.padded, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         expert, begin, T = block_of(counts, offs_e, gl.program_id(0), TOKENS, EXPERTS)
         first = expert.to(gl.int64) * N + row
         slots = (order + begin,)
-    rows = (first, N - 1 - row)
+    place = ((first, N - 1 - row), row, begin, T, slots)
     STEPS: gl.constexpr = K // COLUMNS
     EACH: gl.constexpr = (STEPS + SPLITS - 1) // SPLITS
     low = gl.program_id(2) * EACH
     steps = gl.where(T > 0, gl.minimum(EACH, STEPS - low), 0)
-    shared = ()
-    if SPLITS > 1:
-        shared = (partial, arrived)
+    # What warp_specialize hands over may be a tensor or a tuple, but not None
     biases = ()
+    shared = ()
     if bias is not None:
         biases = (bias,)
+    if SPLITS > 1:
+        shared = (partial, arrived)
+    result = (args, N, biases, shared)
     # Triton 3.6 does not see that what follows may overwrite what block_of's sums are read from
     barrier()
     gl.warp_specialize(
         [
-            (
-                _multiply_tiles,
-                (
-                    tiles,
-                    full,
-                    empty,
-                    w,
-                    biases,
-                    rows,
-                    row,
-                    slots,
-                    begin,
-                    T,
-                    steps,
-                    args,
-                    N,
-                    shared,
-                    SPLITS,
-                    WARPS,
-                    EXPERTS,
-                    FORMAT,
-                    EPILOGUE,
-                    PDL,
-                ),
-            ),
-            (
-                _load_tiles,
-                (
-                    tiles,
-                    full,
-                    empty,
-                    x,
-                    w,
-                    rows,
-                    slots,
-                    begin,
-                    T,
-                    low,
-                    steps,
-                    K,
-                    EXPERTS,
-                    FORMAT,
-                    PDL,
-                ),
-            ),
+            (_multiply_tiles, (tiles, full, empty, w, place, steps, result, SPLITS, EXPERTS, FORMAT, EPILOGUE, PDL)),
+            (_load_tiles, (tiles, full, empty, x, w, place, low, steps, K, EXPERTS, FORMAT, PDL)),
         ],
         [LOADERS],
         [LOADER_REGISTERS],
-    )
+    )  # fmt: skip
 
 
 def registers(warps: int, programs: int) -> int:
