@@ -24,7 +24,7 @@ from functools import cache
 from loading.files import text_of
 from loading.hub import DEFAULT_MODEL
 from talk.bench_flags import Test, parse_args
-from talk.cli import exit_code, import_torch, note, use_safe_streams
+from talk.cli import exit_code, import_torch, note, options_of, use_safe_streams
 
 if __name__ == "__main__":  # --help and errors in the command line do not wait for torch
     use_safe_streams()
@@ -47,7 +47,7 @@ from model import Llama
 from passes import Passes
 from products import tensor_core_format
 from ranks.processes import Ranks
-from settings import Sampling
+from settings import Options, Sampling
 from tokenizer import TextStream, Tokenizer
 
 # ---- the model to measure
@@ -59,11 +59,16 @@ def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: str)
     args.ranks.finish()  # no rank frees a model from whose memory others may still read
     gc.collect()  # frees a model that was measured before
     torch.cuda.empty_cache()
-    ctx_size = max(ctx_size, args.ctx_size or 0)
+    options = options_of(
+        args,
+        dtype=dtype,
+        ctx_size=max(ctx_size, args.ctx_size or 0),
+        format=None if format == "none" else format,
+    )
     if args.model.startswith("random:"):
-        model = random_model(args, dtype, ctx_size, format)
+        model = random_model(args.model, Options(**options), args.ranks)
     else:
-        model = open_checkpoint(args, dtype, ctx_size, format)
+        model = open_checkpoint(args, **options)
     threads = args.threads or (1 if model.suits_one_thread else args.cores)
     if model.device.type == "cpu" and threads != torch.get_num_threads():
         torch.set_num_threads(threads)
@@ -72,12 +77,9 @@ def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: str)
     return model
 
 
-def open_checkpoint(args: argparse.Namespace, dtype: str, ctx_size: int, format: str) -> Llama:
+def open_checkpoint(args: argparse.Namespace, **options) -> Llama:
     """Sets args.folder, which transformers reads without asking the hub."""
-    names = ("device", "backend", "kv_fp8", "accumulate", "ranks")
-    flags = {name: getattr(args, name) for name in names}
-    flags["format"] = None if format == "none" else format
-    model = load(args.model, dtype=dtype, ctx_size=ctx_size, **flags)
+    model = load(args.model, ranks=args.ranks, **options)
     args.folder = model.checkpoint.folder
     return model
 
@@ -536,7 +538,9 @@ def run_perplexity(args: argparse.Namespace) -> None:
         text = text_of(f, args.perplexity, 1 << 30)
     if args.model.startswith("random:"):
         raise ValueError("a text needs a checkpoint with a tokenizer, not random weights")
-    model = open_checkpoint(args, args.dtype[0], args.ctx_size, args.format[0])
+    (dtype,), (format,) = args.dtype, args.format
+    options = options_of(args, dtype=dtype, format=None if format == "none" else format)
+    model = open_checkpoint(args, **options)
     tokenizer = Tokenizer(model.checkpoint.folder, model.config.vocab_size, model.config.bos_id)
     ids = tokenizer.encode(text, bos=False)
     count = len(ids)
@@ -552,8 +556,8 @@ def run_perplexity(args: argparse.Namespace) -> None:
             raise ValueError(
                 f"--against needs the original: {model.checkpoint.folder} holds {name} matrices"
             )
-        plain = argparse.Namespace(**vars(args) | {"kv_fp8": False, "accumulate": "fp32"})
-        against = open_checkpoint(plain, args.against, args.ctx_size, "none")
+        plain = dict(dtype=args.against, format=None, kv_fp8=False, accumulate="fp32")
+        against = open_checkpoint(args, **options | plain)
     parts = []
     total, done = 0.0, 0
     with tqdm(total=count, unit=" tokens", disable=None, leave=False) as bar:

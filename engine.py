@@ -204,7 +204,8 @@ class Launched:
     ended: Moment
     sequences: list[Sequence]
     rows: list[Row]  # none if nothing was sampled
-    scores: tuple[Tensor, Tensor, Tensor] | None = None  # see Engine._scored
+    # of each row: the most probable tokens, their log-probabilities, and that of the sampled one
+    scores: tuple[Tensor, Tensor, Tensor] | None = None
     writes: bool = False  # it evaluated no prompt
     waited: bool = False  # the device was idle while proposals were looked for
 
@@ -321,7 +322,8 @@ class Engine:
         common = 0
         best = slot = min(free, key=lambda slot: slot.used)
         if sequence.prompt_scores is None:
-            best = max(self.slots, key=lambda slot: slot.common(prompt))
+            # of equals one that is free, since nothing is copied then
+            best = max(self.slots, key=lambda s: (s.common(prompt), s.sequence is None))
             common = best.common(prompt)
             if best in free and 2 * common >= len(best.tokens):
                 slot = best

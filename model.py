@@ -17,8 +17,8 @@ import kernels
 from attention import PassView
 from cards.cpu import storage_dtype
 from formats import Format, Matrix
-from products import copy_bytes, fit_norm
-from ranks.exchange import Exchange, cut_ops, make_exchange
+from products import copy_bytes
+from ranks.exchange import Exchange, cut_ops
 from ranks.processes import Ranks
 from sampling import Sampling
 
@@ -116,7 +116,7 @@ class LayerWeights:
     w2: Matrix  # [C, F]; experts one after the other
     qk_norm: Tensor | None = None  # [2, D]: the weights of q's norm, then of k's
     router: Matrix | None = None  # [E, C], never in a format; None in a layer without experts
-    router_gain: float = 1.0  # a power of two that fit_norm took out of ffn_norm
+    router_gain: float = 1.0  # a power of two that loading took out of ffn_norm
     index: int = 0  # of the layer, from 0 on: its keys and values are PassView.k[index], v[index]
 
     @property
@@ -183,28 +183,14 @@ class Llama:
     accumulate: str = "auto"  # how a prompt's products are summed, see kernels.ops
     ranks: Ranks = Ranks()  # the processes that share it
     sampling: Sampling = Sampling()  # the checkpoint's own
+    exchange: Exchange | None = field(default=None, repr=False)  # if ranks have one
     ops: SimpleNamespace = field(init=False, repr=False)
-    exchange: Exchange | None = field(init=False, default=None, repr=False)  # if ranks have one
 
-    @torch.inference_mode()
     def __post_init__(self) -> None:
-        w = self.weights
         self.ops = kernels.ops(self.backend, self.accumulate)
         if self.ranks.size > 1:
-            summed = [m for layer in w.layers for m in (layer.wo, layer.w2)]
-            if self.ranks.rank > 0:  # rank 0 adds their biases, as it does the residual
-                for m in summed:
-                    m.bias = None
-            exchanged = [*summed, w.output]
-            where = (self.backend, self.device, self.dtype)
-            self.exchange = make_exchange(self.ranks, exchanged, self.config.dim, *where)
             fp16_sums = self.accumulate == "fp16"
             self.ops = cut_ops(self.ranks, self.ops, self.exchange, fp16_sums)
-        if self.backend == "triton":
-            for layer in w.layers:
-                fit_norm(layer.attention_norm, layer.wqkv)
-                layer.router_gain *= fit_norm(layer.ffn_norm, layer.w13)
-            fit_norm(w.norm, w.output)
 
     def check(self, prompt: list[int]) -> None:
         """Raise TypeError for a prompt that is not a list of ids, ValueError if it is empty or

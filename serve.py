@@ -185,10 +185,12 @@ class Desk:
     def work(self) -> None:
         """Take what clients have asked for, send them what there is, and run a pass."""
         for asked in self.asked():
-            if asked.kind:
+            if not asked.kind:
+                self.drop(asked.number)
+            elif asked.kind.writes_text:
                 self.waiting.append(asked)
             else:
-                self.drop(asked.number)
+                self.begin(asked)
         while self.waiting and self.session.engine.has_room:
             self.begin(self.waiting.popleft())
         for job in [*self.jobs.values()]:

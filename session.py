@@ -31,7 +31,7 @@ from logprobs import Logprob, PromptScores
 from passes import MOST_TEXTS, Passes
 from ranks.processes import Ranks
 from sampling import Sampling
-from settings import SETTINGS
+from settings import SETTINGS, Options
 from speculation.proposals import Draft, Lookup
 from tokenizer import Prompt, TextStream, Tokenizer
 
@@ -250,39 +250,33 @@ class Session:
         self,
         model: str | Path,
         *,
-        dtype: str | torch.dtype = "auto",
-        device: str = "auto",
-        ctx_size: int | None = None,
-        backend: str = "auto",
-        format: str | None = None,
-        kv_fp8: bool = False,
-        accumulate: str = "auto",
         sampling: dict[str, float] | None = None,
         chat_template: str | None = None,
-        threads: int | None = None,
         lookup: int | None = None,
         draft: str | None = None,
         draft_max: int = 4,
         parallel: int = 1,
         quiet: bool = False,
         ranks: Ranks = Ranks(),
+        **options,
     ):
-        """model: a folder, a GGUF file, or a repository of the hub. dtype to sampling, quiet and
-        ranks: see checkpoint.load. chat_template: a name or a file, instead of the checkpoint's
-        own. threads: of the CPU; by default one for a small model, otherwise one per core. lookup:
+        """model: a folder, a GGUF file, or a repository of the hub. options: how it is run, see
+        settings.Options; dtype may also be torch's. sampling, quiet and ranks: see
+        checkpoint.load. chat_template: a name or a file, instead of the checkpoint's own. lookup:
         propose so many tokens from earlier in the text. draft: a smaller model, which proposes
         draft_max tokens. parallel: how many texts may be written at once, each with a context of
         its own. Raises ValueError, OSError or MemoryError with a message of one line."""
         start = time.perf_counter()
+        if "dtype" in options:
+            options["dtype"] = dtype_name(options["dtype"])
+        threads = Options(**options).threads
         checkpoint = open_checkpoint(model)
         config = checkpoint.config
         # Opened before the weights, which may take minutes, so that its errors come at once
         self.tokenizer = Tokenizer(
             checkpoint.folder, config.vocab_size, config.bos_id, chat_template
         )
-        if threads is not None:
-            if threads < 1:
-                raise ValueError(f"threads is {threads}; it must be 1 or more")
+        if threads:
             torch.set_num_threads(threads)
         if not 1 <= parallel <= MOST_TEXTS:
             raise ValueError(f"parallel is {parallel}; it must be from 1 to {MOST_TEXTS}")
@@ -296,18 +290,8 @@ class Session:
             proposer = open_checkpoint(draft)
             check_draft(draft, proposer, self.tokenizer, config.vocab_size)
         self.ranks = ranks
-        options = dict(
-            dtype=dtype_name(dtype),
-            device=device,
-            backend=backend,
-            format=format,
-            kv_fp8=kv_fp8,
-            accumulate=accumulate,
-            sampling=sampling,
-            quiet=quiet,
-            ranks=ranks,
-        )
-        self.model = load(checkpoint, ctx_size=ctx_size, **options)
+        options |= dict(sampling=sampling, quiet=quiet, ranks=ranks)
+        self.model = load(checkpoint, **options)
         if not threads and self.model.device.type == "cpu" and self.model.suits_one_thread:
             torch.set_num_threads(1)
         self.eos: set[int] = {*config.eos_ids, self.tokenizer.eos} - {-1}
@@ -316,7 +300,8 @@ class Session:
         if lookup:
             self.engine.proposer = Lookup(lookup)
         if proposer:
-            passes = Passes(load(proposer, ctx_size=self.ctx_size, **options), parallel)
+            options["ctx_size"] = self.ctx_size  # as long as the model's
+            passes = Passes(load(proposer, **options), parallel)
             self.engine.proposer = Draft(draft_max, passes, config.vocab_size)
         self.sampling: Sampling = self.model.sampling  # the checkpoint's own
         self.timings = Timings()  # of all that was generated

@@ -179,7 +179,6 @@ MUTANTS = [
         "several_texts",
     ),
     Mutant("sampling.py", "torch.where(top_p <= 1,", "torch.where(top_p <= 2,", "several_texts"),
-    Mutant("sampling.py", "if top_p <= 1:", "if top_p <= 2:", "several_texts"),
     Mutant("sampling.py", "tl.load(rows + row)", "row", "several_texts"),
     Mutant("sampling.py", "2.0 ** (53 - V.bit_length())", "8.0", "sampling_equals"),
     Mutant("sampling.py", ".masked_fill(ranked < floor, -math.inf)", "", "lowest_logit"),
@@ -384,7 +383,7 @@ MUTANTS = [
         "(0 * share + 1 / factor)",
         "places_of_rope",
     ),
-    Mutant("loading/hugging_face.py", ' or f.ids("eos_token_id", vocab_size)', "", "config_eos"),
+    Mutant("loading/hugging_face.py", " or ids_in(f, name, vocab_size, notes)", "", "config_eos"),
     Mutant("loading/rope.py", "older | newer | last", "last | older | newer", "places_of_rope"),
     Mutant(
         "loading/layouts.py",
@@ -420,7 +419,7 @@ MUTANTS = [
         "config_fields_and_defaults",
     ),
     Mutant(
-        "loading/checkpoint.py",
+        "loading/place.py",
         "    ctx_size = ctx_size or config.max_seq_len",
         "    ctx_size = ctx_size or min(config.max_seq_len, 4096)",
         "size_of_the_context",

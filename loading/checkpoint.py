@@ -40,37 +40,29 @@ import math
 import os
 import shutil
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from cards.cpu import storage_dtype
 from kernels import FORMATS
 from loading import hub
 from loading.files import one_line_errors
 from loading.gguf import GgufFile
 from loading.hugging_face import HuggingFaceFolder, sampling_of, unsupported_settings
 from loading.layouts import Files, Layout, nothing_in, tensors_for
-from loading.loader import Loader
+from loading.loader import Loader, llama_of
 from loading.meta import MetaFolder
-from loading.names import formats_of, model_parts, weight_bytes
-from loading.place import (
-    DTYPES,
-    check_accumulate,
-    check_choice,
-    check_groups,
-    check_memory,
-    formats_as_stored,
-    pick_backend,
-    pick_device,
-    pick_dtype,
-)
+from loading.names import model_parts, weight_bytes
+from loading.place import DTYPES
+from loading.place import place as place_of
 from loading.saved import SAVED, SavedFolder, filled, is_empty, write_tensors
 from loading.templates import find_template
 from loading.tensors import flaw
 from model import Config, Llama, enumerated
 from ranks.processes import Ranks
 from sampling import Sampling
+from settings import Options
 from tokenizer import Tokenizer
 
 # ---- all steps
@@ -80,91 +72,25 @@ from tokenizer import Tokenizer
 def load(
     name: str | Path | Checkpoint,
     *,
-    dtype: str = "auto",
-    device: str = "auto",
-    ctx_size: int | None = None,
-    backend: str = "auto",
-    format: str | None = None,
-    kv_fp8: bool = False,
-    accumulate: str = "auto",
-    quiet: bool = False,
     ranks: Ranks = Ranks(),
     sampling: dict[str, float] | None = None,
+    quiet: bool = False,
+    **options,
 ) -> Llama:
     """Load a checkpoint: a folder in Hugging Face's or Meta's layout, a GGUF file or a repository of
     the hub, see open_checkpoint, or one that is open already.
 
-    ctx_size: the context, which must fit into memory beside the weights; 0 is the model's own; None
-    is that, but at most 4096. format: the one for the matrices, a name of kernels.FORMATS; what
-    `save` wrote has its own. kv_fp8: keys and values in 8 bits. accumulate: how a prompt's products
-    are summed, see kernels.py. quiet: no progress bar. ranks: the processes that share the model,
-    if there are several. sampling: settings that replace the checkpoint's own. Raises ValueError,
+    ranks: the processes that share the model, if there are several. sampling: settings that replace
+    the checkpoint's own. quiet: no progress bar. options: see settings.Options. Raises ValueError,
     OSError or MemoryError, in one line that says what to do."""
-    check_choice("format", format, (None, *FORMATS))
-    if ctx_size is not None and ctx_size < 0:
-        raise ValueError(
-            f"ctx_size is {ctx_size}; it must be a number of tokens, or 0 for the model's own"
-        )
-
-    # Steps 1 to 5, unless they have been taken
-    checkpoint = name
-    if not isinstance(name, Checkpoint):
-        checkpoint = open_checkpoint(name)
-    folder = checkpoint.folder
-    config = checkpoint.config
+    options = Options(**options)
+    checkpoint = name if isinstance(name, Checkpoint) else open_checkpoint(name)
+    checkpoint.check_original(options.format, or_own=True)
     given = sampling or {}
-    checkpoint.check_original(format, or_own=True)
-    own = checkpoint.sampling(given)
-
-    # Step 6
-    on = pick_device(device, ranks)
-    backend = pick_backend(backend, on)
-    if backend == "triton" and config.head_dim % 8:
-        wrong = f"head_dim is {config.head_dim}; the kernels need a multiple of 8"
-        raise ValueError(f"{folder}: {wrong}: use backend torch")
-    as_dtype = pick_dtype(dtype, checkpoint.dtype, on, checkpoint.elements)
-    if ctx_size is None:
-        ctx_size = min(config.max_seq_len, 4096)
-    ctx_size = ctx_size or config.max_seq_len
-    if config.sliding_window and ctx_size > config.sliding_window:
-        window = f"sliding_window is {config.sliding_window}"
-        raise ValueError(f"{folder}: {window}: a ctx_size of {ctx_size} is not supported")
-    check_accumulate(accumulate, backend, on, as_dtype)
-    config = config.cut(ranks.size)
-    matrix_dtype = storage_dtype(backend, as_dtype, on)
-    formats = formats_of(config, FORMATS.get(format))
-    if checkpoint.format:
-        formats = formats_of(config, checkpoint.format)
-    if formats:
-        matrix_dtype = checkpoint.dtype  # codes do not depend on --dtype
-    else:
-        # On a CPU torch has no fast product for 8-bit codes in groups, so they are decoded
-        decodes = on.type == "cpu" and backend == "torch"
-        formats = formats_as_stored(checkpoint.tensors, config, most_bits=4 if decodes else 8)
-    check_groups(config, formats)
-    ranks.join(on)
-    check_memory(config, as_dtype, on, ctx_size, formats, kv_fp8, ranks, matrix_dtype)
-
-    # Step 7
-    loader = Loader(checkpoint, as_dtype, matrix_dtype, on, formats, backend, ranks, quiet)
-    with torch.inference_mode():
-        weights = loader.load()
-    if on.type == "cuda":
-        del loader
-        torch.cuda.empty_cache()  # what loading needed in addition to the weights
-    return Llama(
-        config=config,
-        weights=weights,
-        backend=backend,
-        device=on,
-        dtype=as_dtype,
-        ctx_size=ctx_size,
-        checkpoint=checkpoint,
-        kv_fp8=kv_fp8,
-        accumulate=accumulate,
-        ranks=ranks,
-        sampling=Sampling(**own | given),
-    )
+    sampling = Sampling(**checkpoint.sampling(given) | given)
+    place = place_of(options, checkpoint.config, ranks, checkpoint)
+    weights = Loader(checkpoint, place, ranks, quiet).load()
+    return llama_of(weights, place, options, ranks, checkpoint=checkpoint, sampling=sampling)
 
 
 # ---- steps 1 to 5: from a name to the configuration and its tensors
@@ -184,6 +110,15 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
     if path := hub.local_checkpoint(str(name)):
         return Checkpoint(path)
     repository = hub.Repository(str(name))
+    checkpoint = of_repository(repository)
+    checkpoint.layout.notes += repository.notes
+    if checkpoint.folder.is_file() and not repository.kind:
+        taken = f"{checkpoint.folder.name} is taken; {name}:KIND takes another"
+        checkpoint.layout.notes.append(f"of the GGUF files in {name}, {taken}")
+    return checkpoint
+
+
+def of_repository(repository: hub.Repository) -> Checkpoint:
     cached = [*repository.cached()]
     for path in cached:
         if checkpoint := whole_checkpoint(path):
@@ -260,9 +195,14 @@ class Checkpoint:
         return sampling_of(self.layout.generation, overridden)
 
     @property
-    def unsupported(self) -> list[str]:
-        """Settings in it that change a text in transformers, but not here."""
-        return unsupported_settings(self.layout.generation)
+    def notes(self) -> list[str]:
+        """What the user should know, a line each."""
+        notes = [*self.layout.notes]
+        if unsupported := unsupported_settings(self.layout.generation):
+            notes.append(
+                f"generation_config.json: {', '.join(unsupported)}: not supported, ignored"
+            )
+        return notes
 
     @property
     def dtype(self) -> torch.dtype:
@@ -310,33 +250,23 @@ class Checkpoint:
 
 
 @one_line_errors()
-def save(
-    name: str,
-    target: str,
-    *,
-    format: str = "e4m3",
-    dtype: str = "auto",
-    device: str = "auto",
-    quiet: bool = False,
-) -> Path:
+def save(name: str, target: str, *, quiet: bool = False, format: str = "e4m3", **options) -> Path:
     """Write a checkpoint with its matrices in a format to the folder `target`, which must be new or
     empty. After an error nothing is left there. Returns its model.safetensors. All other tensors
-    are in dtype; auto is the checkpoint's own, even on a CPU. Raises ValueError, OSError or
-    MemoryError, in one line that says what to do."""
-    check_choice("format", format, FORMATS)
-    check_choice("dtype", dtype, ("auto", *DTYPES))
+    are in dtype; auto is the checkpoint's own, even on a CPU. options: those of settings.Options
+    that say so, and the device. Raises ValueError, OSError or MemoryError, in one line that says
+    what to do."""
+    options = Options(format=format, ctx_size=1, backend="torch", **options)
     checkpoint = open_checkpoint(name)
     to = Path(os.path.expanduser(target)).resolve()
     if to.exists() and (not to.is_dir() or not is_empty(to)):
         raise FileExistsError(f"{to} is not an empty folder: save to a new one")
-    config = checkpoint.config
     checkpoint.check_original(format)
-    on = pick_device(device)
-    as_dtype = DTYPES.get(dtype, checkpoint.dtype)
-    formats = formats_of(config, FORMATS[format])
-    check_groups(config, formats)
-    check_memory(config, as_dtype, on, 1, formats, encoded_from=checkpoint.dtype)
-    need = weight_bytes(config, as_dtype, formats) / 1e9
+    if options.dtype == "auto":
+        own = next(name for name, dtype in DTYPES.items() if dtype == checkpoint.dtype)
+        options = replace(options, dtype=own)
+    place = place_of(options, checkpoint.config, Ranks(), checkpoint)
+    need = weight_bytes(place.config, place.dtype, place.formats) / 1e9
     at = to if to.exists() else to.parent
     free = shutil.disk_usage(at).free / 1e9
     if need > free:
@@ -345,10 +275,9 @@ def save(
         )
     with filled(to) as made:
         write_small_files(checkpoint, made)
-        loader = Loader(checkpoint, as_dtype, checkpoint.dtype, on, formats, quiet=quiet)
-        with torch.inference_mode():
-            weights = loader.load()
-        write_tensors(made, config, weights, FORMATS[format])
+        as_encoded = replace(place, backend="")  # not in a layout for anyone's products
+        weights = Loader(checkpoint, as_encoded, quiet=quiet).load()
+        write_tensors(made, place.config, weights, FORMATS[format])
     return to / SAVED
 
 

@@ -121,7 +121,14 @@ FAMILIES = {
 }
 
 
+INSTEAD = "take a model of one of these, or run it in transformers or llama.cpp"
+
+
 def family_of(f: Fields) -> Family:
     """The family that a config.json names, or Llama. Raises ValueError."""
-    f.refuse_unless("model_type", *FAMILIES)
-    return FAMILIES[f.get("model_type", "llama")]
+    name = f.get("model_type", "llama")
+    if name not in FAMILIES:
+        listed = ", ".join(FAMILIES)
+        what = f"model_type is {name!r}, which is not supported (supported: {listed})"
+        raise ValueError(f"{f.file}: {what}: {INSTEAD}")
+    return FAMILIES[name]

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from formats import Quantised
-from loading.families import FAMILIES
+from loading.families import FAMILIES, INSTEAD
 from loading.files import FILE_BYTES, Fields, open_regular, stamp_of
 from loading.ggml import OTHER_TYPES, TYPES, Type
 from loading.gguf_tokenizer import ENDS, tokenizer_files, tokens_of
 from loading.hugging_face import config_of
-from loading.layouts import Files, Layout
+from loading.layouts import EMBEDS, Files, Layout
 from loading.names import Part
 from loading.quantised import Wanted, checked
 from loading.reading import TYPES as FLOAT_TYPES
@@ -95,13 +95,15 @@ class GGUF:
             )
         return value
 
-    def choice(self, key: str, supported: Iterable[str]) -> str:
-        """A string of the metadata. Raises ValueError if it is none of these."""
+    def choice(self, key: str, supported: Iterable[str], instead: str) -> str:
+        """A string of the metadata. Raises ValueError if it is none of these, with what to do
+        instead."""
         value = self.need(key, str)
         if value not in supported:
             listed = ", ".join(supported)
             raise ValueError(
-                f"{self.file}: {key} is {value!r}, which is not supported (supported: {listed})"
+                f"{self.file}: {key} is {value!r}, which is not supported (supported: {listed}):"
+                f" {instead}"
             )
         return value
 
@@ -259,13 +261,18 @@ def read_header(file: Path) -> GGUF:
 
 ROPE_FACTORS = "rope_freqs.weight"
 MOST_FACTORS = 512  # half of the largest head_dim
+# What a generation_config.json calls what is called so after general.sampling
+SAMPLING = {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty", "penalty_last_n": "repeat_last_n",
+}  # fmt: skip
 NAMED_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 
 
 def family_name(gguf: GGUF) -> str:
     """The model's family, a name in FAMILIES. Raises ValueError."""
     names = dict.fromkeys(family.gguf for family in FAMILIES.values())
-    arch = gguf.choice("general.architecture", names)
+    arch = gguf.choice("general.architecture", names, INSTEAD)
     of_arch = {name: family for name, family in FAMILIES.items() if family.gguf == arch}
     dense = [name for name, family in of_arch.items() if not family.experts]
     with_experts = [name for name, family in of_arch.items() if family.experts]
@@ -288,6 +295,11 @@ def config_json(gguf: GGUF) -> dict[str, Any]:
 
     if family == "llama" and said("attention.sliding_window"):
         family = "mistral"  # which llama.cpp counts among the llamas
+    if said("pooling_type"):
+        raise ValueError(f"{gguf.file} {EMBEDS}")
+    if "blk.0.ffn_gate.0.weight" in gguf.tensors:
+        what = "has a tensor for each expert, as files had until April 2024"
+        raise ValueError(f"{gguf.file} {what}: take a newer one, or convert the model again")
     if "token_embd.weight" not in gguf.tensors:
         raise ValueError(f"{gguf.file} lacks the tensor token_embd.weight: it holds no model")
     rows = gguf.tensors["token_embd.weight"].shape[0]
@@ -332,6 +344,19 @@ def config_json(gguf: GGUF) -> dict[str, Any]:
         "bos_token_id": gguf.get("tokenizer.ggml.bos_token_id", int),
         "eos_token_id": _eos_ids(gguf),
     }
+
+
+def generation_json(gguf: GGUF) -> dict[str, Any]:
+    """What the file says about sampling, as the fields of a generation_config.json, and of one of
+    our own: repeat_last_n, for which transformers has no name."""
+    found = {}
+    for name, field in SAMPLING.items():
+        value = gguf.get(f"general.sampling.{name}", int | float)
+        if value is not None:
+            found[field] = value
+    if "repetition_penalty" in found:
+        found.setdefault("repeat_last_n", 64)  # llama.cpp's default
+    return found
 
 
 def _dtype(gguf: GGUF) -> str:
@@ -415,7 +440,7 @@ class GgufFile(Layout):
         super().__init__(files)
         self.header = read_header(self.path)
         self.config_json = Fields(self.path, config_json(self.header))
-        self.generation = Fields(self.path, {})
+        self.generation = Fields(self.path, generation_json(self.header))
         self.family = FAMILIES[family_name(self.header)]
 
     @staticmethod
@@ -423,7 +448,7 @@ class GgufFile(Layout):
         return files.path.is_file()
 
     def config(self) -> Config:
-        return config_of(self.config_json, self.generation)
+        return config_of(self.config_json, self.generation, self.notes)
 
     def tokenizer(self) -> Path:
         return self.path
@@ -433,6 +458,7 @@ class GgufFile(Layout):
         vocabulary, beside = tokenizer_files(self.header)
         files = {
             "config.json": as_json(config_json(self.header)),
+            "generation_config.json": as_json(self.generation),
             "tokenizer_config.json": as_json(beside),
         }
         if isinstance(vocabulary, bytes):

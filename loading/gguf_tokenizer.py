@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from loading.gguf import GGUF
 
+INSTEAD = "take the model's folder in Hugging Face's layout"
 # Types of tokens, as in SentencePiece
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 # As in llama.cpp, these are control tokens whatever the file says their type is, and they end an
@@ -98,7 +99,7 @@ def _for_each(tokens: list[str], gguf: GGUF, key: str) -> list[float]:
 def tokenizer_files(gguf: GGUF) -> tuple[bytes | dict[str, Any], dict[str, Any]]:
     """The tokenizer as the files of a Hugging Face folder: the bytes of a tokenizer.model or the
     object in a tokenizer.json, and the object in tokenizer_config.json. Raises ValueError."""
-    kind = gguf.choice("tokenizer.ggml.model", ("llama", "gpt2"))
+    kind = gguf.choice("tokenizer.ggml.model", ("llama", "gpt2"), INSTEAD)
     tokens, types = tokens_of(gguf)
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]  # as in llama.cpp
     if len(set(tokens)) < len(tokens):
@@ -119,7 +120,7 @@ def tokenizer_files(gguf: GGUF) -> tuple[bytes | dict[str, Any], dict[str, Any]]
             if types[i] == USER_DEFINED
         }
     else:
-        pre = PRE_TOKENIZERS[gguf.choice("tokenizer.ggml.pre", PRE_TOKENIZERS)]
+        pre = PRE_TOKENIZERS[gguf.choice("tokenizer.ggml.pre", PRE_TOKENIZERS, INSTEAD)]
         file = _byte_pairs(gguf, tokens, types, pre)
         if gguf.get("tokenizer.ggml.add_bos_token", bool, pre.add_bos) and "bos_token" in config:
             bos = config["bos_token"]

@@ -5,12 +5,13 @@ first used.
 It needs neither torch nor, for a checkpoint on this machine, huggingface_hub."""
 
 import fnmatch
+import json
 import os
 import re
 import shutil
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path, PurePath
 
@@ -23,11 +24,14 @@ CONFIGURATIONS = ["config.json", "params.json"]
 SMALL_FILES = [
     *CONFIGURATIONS, "generation_config.json", "tokenizer.model", "tokenizer.json",
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "hf_quant_config.json",
+    "vocab.json", "merges.txt",
+    "hf_quant_config.json", "quantize_config.json", "quant_config.json",
 ]  # fmt: skip
+# Those whose absence means something: another template, or other settings
+MATTER = ("generation_config.json", "tokenizer_config.json", "chat_template.jinja")
 WEIGHTS = (  # what a folder or a repository may hold, in the order in which transformers looks
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
-    "pytorch_model.bin.index.json", "consolidated.*.pth",
+    "pytorch_model.bin.index.json", "consolidated.*.pth", "gptq_model-*.safetensors",
 )  # fmt: skip
 
 
@@ -115,6 +119,7 @@ class Repository:
         """name: owner/name, or owner/name:KIND for one of its GGUF files."""
         self.name = name
         self.repository, _, self.kind = name.partition(":")
+        self.notes: list[str] = []  # what the user should know: a line each
 
     @property
     def is_offline(self) -> bool:
@@ -152,10 +157,37 @@ class Repository:
         except (OSError, ValueError):
             return None
         if kind is None:
+            self._ask_for_small_files(folder)
             return folder
         names = [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")]
         found = pick_gguf(names, kind)
         return folder / found[0] if found else None
+
+    def _ask_for_small_files(self, folder: Path) -> None:
+        """What the cache lacks may be in the repository, if another program has cached some files: ask
+        for it, once."""
+        from huggingface_hub import snapshot_download
+
+        if not self._is_listed(folder) and not self.is_offline:
+            options = dict(revision=folder.name, allow_patterns=SMALL_FILES)
+            with suppress(Exception):  # without a network what is there must do
+                snapshot_download(self.repository, **options)
+        lacking = [name for name in MATTER if not (folder / name).is_file()]
+        if lacking and not self._is_listed(folder):
+            self.notes.append(
+                f"{self.repository}: not in the cache, and it is not known whether the repository"
+                f" has it: {', '.join(lacking)}"
+            )
+
+    def _is_listed(self, folder: Path) -> bool:
+        """Whether the cache knows all files of a snapshot."""
+        from huggingface_hub import errors, get_cached_repo_tree
+
+        try:
+            get_cached_repo_tree(self.repository, revision=folder.name)
+        except errors.CachedRepoTreeNotFoundError:
+            return False
+        return True
 
     @cached_property
     def names(self) -> list[str]:
@@ -220,6 +252,11 @@ class Repository:
                 "on the hub it is gated: accept its licence on its page, and set HF_TOKEN to a token"
                 " of that account"
             )
+        except json.JSONDecodeError:
+            reason = (
+                f"{constants.ENDPOINT} answers with a page instead of data: log in to this network,"
+                " or set HF_ENDPOINT to a hub"
+            )
         except errors.RepositoryNotFoundError:
             reason = f"no such repository on {constants.ENDPOINT} (a private one needs HF_TOKEN)"
         except ValueError:
@@ -231,14 +268,16 @@ class Repository:
         raise OSError(f"no folder {self.name} here, and {reason}")
 
 
-# Kinds of matrices in the names of GGUF files that can be read
-READABLE = "F32|F16|BF16|Q4_0|Q4_1|Q5_0|Q5_1|Q8_0|Q4_K|Q5_K|Q6_K|IQ4_NL|IQ4_XS"
+# Kinds of matrices in the names of GGUF files, the best first where none is asked for, as patterns
+PREFERRED = ("Q4_K_M", r"I?Q4_\w+", r"Q5_\w+", "Q8_0", r"\w+")
+UNREADABLE = re.compile(r"IQ[123]_|TQ[12]_|MXFP4|NVFP4", re.IGNORECASE)
 
 
 def pick_gguf(names: Collection[str], kind: str) -> list[str]:
     """The files that llama.cpp would take from a repository: all parts of the model whose name says
-    this kind. Without a kind, that is Q4_K_M, or else the first that can be read."""
-    models = sorted(name for name in names if name.endswith(".gguf") and "mmproj" not in name)
+    this kind; without a kind, of the best that can be read."""
+    beside = re.compile("mmproj|imatrix")
+    models = sorted(name for name in names if name.endswith(".gguf") and not beside.search(name))
 
     def of_kind(kinds: str) -> list[str]:
         pattern = re.compile(f"(?<![a-z0-9])({kinds})(_[SML])?(?![a-z0-9_])", re.IGNORECASE)
@@ -247,7 +286,8 @@ def pick_gguf(names: Collection[str], kind: str) -> list[str]:
     if kind:
         found = of_kind(re.escape(kind))
     else:
-        found = of_kind("Q4_K_M") or of_kind(READABLE)
+        models = [name for name in models if not UNREADABLE.search(name)]
+        found = next(filter(None, map(of_kind, PREFERRED)), [])
     stem = lambda name: re.sub(r"-\d{5}-of-\d{5}\.gguf$", "", name)
     return [name for name in found if stem(name) == stem(found[0])]
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from formats import Quantised
 from loading.families import family_of
 from loading.files import Fields, one_line_errors
-from loading.layouts import Files, Folder, check_heads
-from loading.names import Kind, Part
+from loading.layouts import EMBEDS, Files, Folder, check_heads
+from loading.names import PARTS, Kind, Part
 from loading.quantised import FLOATS, Packing, checked, of_rows, packing_of
 from loading.reading import FileTensor
 from loading.rope import rope_of
-from loading.tensors import Found, Spans, Stored, columns_in, files_for, floats
+from loading.tensors import Found, Spans, Stored, columns_in, files_for, floats, part_of_rows
 from model import Config
 from settings import SETTINGS
 
@@ -43,6 +43,13 @@ NAMES = {
     "norm": "model.norm",
     "output": "lm_head",
 }
+LAYERS = "model.layers"
+# Tensors that have several parts, one below the other, and these in their order. transformers 5
+# keeps the matrices of all experts in one tensor
+JOINED = {
+    "mlp.experts.gate_up_proj": ("feed_forward.experts.w1", "feed_forward.experts.w3"),
+    "mlp.experts.down_proj": ("feed_forward.experts.w2",),
+}
 
 
 class HuggingFaceFolder(Folder):
@@ -57,27 +64,76 @@ class HuggingFaceFolder(Folder):
         return files.has("config.json")
 
     def config(self) -> Config:
-        return config_of(self.config_json, self.generation)
+        return config_of(self.config_json, self.generation, self.notes)
+
+    def file_tensors(self) -> list[FileTensor]:
+        tensors = super().file_tensors()
+        if not {"embed_tokens.weight", "score.weight"}.isdisjoint(t.name for t in tensors):
+            raise ValueError(f"{self.path} {EMBEDS}")
+        return tensors
 
     def name_of(self, part: Part) -> str:
         stem = self.family.renames.get(part.stem, NAMES[part.stem])
-        return part.name_in("model.layers", stem)
+        return part.name_in(LAYERS, stem)
 
     def stored_part(self, part: Part, c: Config, found: Found) -> list[Stored]:
-        name = self.name_of(part)
-        if part.of_experts:
-            names = [name.format(expert) for expert in range(c.n_experts)]
-        else:
-            names = [name]
-        head_dim = c.head_dim if part.rotated else None
         shape = part.shape(c)[-2:]
-        if self.packing and part.kind in (Kind.MATRIX, Kind.PLAIN):
-            packed = [packed_matrix(self.packing, name, shape, found, head_dim) for name in names]
+        head_dim = c.head_dim if part.rotated else None
+        own = self.name_of(part)
+        for name in (own, part.name_in(LAYERS, NAMES[part.stem])):
+            names = names_for(name, c)
+            records = [self.matrix(each, part, shape, found, head_dim) for each in names]
+            if any(records):
+                break
         else:
-            packed = [None] * len(names)
+            if joined := self.joined(part, c, found, head_dim):
+                return [joined]
+            names = names_for(own, c)
         return [
-            matrix or floats(name, shape, found, head_dim) for name, matrix in zip(names, packed)
+            record or floats(name, shape, found, head_dim) for record, name in zip(records, names)
         ]
+
+    def matrix(
+        self,
+        name: str,
+        part: Part,
+        shape: tuple[int, ...],
+        found: Found,
+        head_dim: int | None = None,
+    ) -> Stored | None:
+        """A tensor of this name, or a matrix that others have quantised under it. Returns None if
+        there is none."""
+        if self.packing and part.kind in (Kind.MATRIX, Kind.PLAIN):
+            packed = packed_matrix(self.packing, name, shape, found, head_dim)
+            if packed:
+                return packed
+        if name in found:
+            return floats(name, shape, found, head_dim)
+        return None
+
+    def joined(self, part: Part, c: Config, found: Found, head_dim: int | None) -> Stored | None:
+        """The rows of a part in a tensor that has several. Returns None if there is no such tensor."""
+        for name, stems in JOINED.items():
+            if part.stem not in stems or part.bias:
+                continue
+            rows = {stem: PARTS[stem].shape(c)[-2] for stem in stems}
+            *outer, _, columns = part.shape(c)
+            # A stack of the experts' matrices is no layer, whose tensor would be its "weight"
+            full = part.name_in(LAYERS, name)
+            if outer:
+                full = full.removesuffix(".weight")
+            whole = self.matrix(full, part, (*outer, sum(rows.values()), columns), found)
+            if whole:
+                start = sum(rows[stem] for stem in stems[: stems.index(part.stem)])
+                return part_of_rows(whole, start, rows[part.stem], head_dim=head_dim)
+        return None
+
+
+def names_for(name: str, c: Config) -> list[str]:
+    """A tensor's name, or those of all experts' tensors."""
+    if "{}" in name:
+        return [name.format(expert) for expert in range(c.n_experts)]
+    return [name]
 
 
 def packed_matrix(
@@ -90,7 +146,7 @@ def packed_matrix(
     codes, *_ = by_word
     if stem + codes not in found:
         return None
-    if codes == "weight" and found[name][0].dtype in FLOATS:
+    if codes == "weight" and found[stem + codes][0].dtype in FLOATS:
         return None
     absent = {word for word in packing.optional if stem + word not in found}
     words = [word for word in by_word if word not in absent]
@@ -147,7 +203,8 @@ def sampling_of(f: Fields, overridden: Collection[str] = ()) -> dict[str, float]
         if field and f.get(field) is not None and name not in overridden:
             said[name] = f.number(field, setting.low, setting.largest, kind=setting.kind)
     if said.get("repeat_penalty", 1) != 1 and "repeat_last_n" not in overridden:
-        said["repeat_last_n"] = -1  # transformers penalises all tokens
+        most = SETTINGS["repeat_last_n"].largest
+        said["repeat_last_n"] = f.number("repeat_last_n", -1, most, -1)  # transformers': all tokens
     return said
 
 
@@ -178,17 +235,17 @@ def unsupported_settings(f: Fields) -> list[str]:
 MOST_EXPERTS = 1 << 16  # of all layers
 
 
-def config_of(f: Fields, generation: Fields) -> Config:
-    """The configuration in a config.json. generation: the fields of a generation_config.json. Raises
-    ValueError for what is not implemented."""
+def config_of(f: Fields, generation: Fields, notes: list[str]) -> Config:
+    """The configuration in a config.json. generation: the fields of a generation_config.json. notes:
+    takes a line for what is left out. Raises ValueError for what is not implemented."""
     family = family_of(f)
     for name, value in family.defaults.items():
         f.setdefault(name, value)
-    f.refuse_unless("hidden_act", "silu")
+    f.refuse_unless("hidden_act", "silu", "swish")
     for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
         f.refuse_unless(name, False, True, None)
     f["torch_dtype"] = f.get("dtype") or f.get("torch_dtype")
-    f.refuse_unless("torch_dtype", None, "float32", "float16", "bfloat16")
+    f.refuse_unless("torch_dtype", None, "auto", "float32", "float16", "bfloat16")
     f.refuse_unless("partial_rotary_factor", None, 1, 1.0)
     f.refuse_unless("is_causal", None, True)
     f.refuse_unless("tie_word_embeddings", False, True, None)
@@ -203,8 +260,10 @@ def config_of(f: Fields, generation: Fields) -> Config:
     check_heads(f, n_heads, n_kv_heads, head_dim)
     rope = rope_of(f, head_dim, max_seq_len)
     vocab_size = f.number("vocab_size", 1, 1 << 22)
-    bos_ids = generation.ids("bos_token_id", vocab_size) or f.ids("bos_token_id", vocab_size)
-    eos_ids = generation.ids("eos_token_id", vocab_size) or f.ids("eos_token_id", vocab_size)
+    bos_ids, eos_ids = (
+        ids_in(generation, name, vocab_size, notes) or ids_in(f, name, vocab_size, notes)
+        for name in ("bos_token_id", "eos_token_id")
+    )
     dtype = f["torch_dtype"]
     attention_bias = bool(f.get("attention_bias"))
     mlp_bias = family.mlp_bias and bool(f.get("mlp_bias"))
@@ -230,10 +289,26 @@ def config_of(f: Fields, generation: Fields) -> Config:
         w2_bias=mlp_bias,
         qk_norm=family.qk_norm,
         **experts,
-        dtype=getattr(torch, dtype) if dtype else None,
+        dtype=getattr(torch, dtype) if dtype not in (None, "auto") else None,
         bos_id=next(iter(bos_ids), None),
         eos_ids=tuple(dict.fromkeys(eos_ids)),
     )
+
+
+def ids_in(f: Fields, name: str, vocab_size: int, notes: list[str]) -> list[int]:
+    """The tokens' ids in a field, which may hold one, a list, or none. Those that the model does not
+    have are left out, with a note. Raises ValueError for what is no id."""
+    value = f.get(name)
+    if value is None:
+        return []
+    ids = value if isinstance(value, list) else [value]
+    if any(type(i) is not int for i in ids):
+        raise ValueError(f"{f.file}: {name} is {value!r}; it must hold ids")
+    found = [i for i in ids if 0 <= i < vocab_size]
+    if len(found) < len(ids):
+        have = f"{name} is {value!r}, but the model's ids are 0 .. {vocab_size - 1}"
+        notes.append(f"{f.file.name}: {have}: others are ignored")
+    return found
 
 
 def experts_of(f: Fields, norm_topk: bool | None) -> dict[str, int | bool]:

@@ -93,6 +93,11 @@ def nothing_in(folder: Path, usual: str) -> FileNotFoundError:
     return FileNotFoundError(f"{folder} holds {usual}")
 
 
+# What is wrong with a model that generates no text
+EMBEDS = (
+    "holds a model for embeddings or rewards, which generates no text: take one for chats or texts"
+)
+
 # ---- a layout
 
 
@@ -105,6 +110,7 @@ class Layout(ABC):
     def __init__(self, files: Files):
         self.files = files
         self.path = files.path
+        self.notes: list[str] = []  # what the user should know: a line each
 
     @staticmethod
     @abstractmethod

@@ -16,7 +16,6 @@ from cards.cpu import in_cpu_layout
 from formats import Format, Matrix, Tensors
 from loading.names import (
     CUT,
-    Formats,
     Kind,
     ModelTensor,
     largest_read,
@@ -25,12 +24,53 @@ from loading.names import (
     model_tensors,
     weight_bytes,
 )
+from loading.place import Place
 from loading.tensors import ALL, Rows, columns_in, flaw, read, write
-from model import LayerWeights, Weights
+from model import LayerWeights, Llama, Weights
+from products import fit_norm
+from ranks.exchange import Exchange, make_exchange
 from ranks.processes import Ranks, share
+from settings import Options
 
 if TYPE_CHECKING:
     from loading.checkpoint import Checkpoint
+
+
+def llama_of(weights: Weights, place: Place, options: Options, ranks: Ranks, **more) -> Llama:
+    """The model of these weights, once they are prepared for its ops and its ranks. more: what it
+    knows of its checkpoint."""
+    return Llama(
+        config=place.config,
+        weights=weights,
+        backend=place.backend,
+        device=place.device,
+        dtype=place.dtype,
+        ctx_size=place.ctx_size,
+        kv_fp8=options.kv_fp8,
+        accumulate=options.accumulate,
+        ranks=ranks,
+        exchange=prepare(weights, place, ranks),
+        **more,
+    )
+
+
+@torch.inference_mode()
+def prepare(w: Weights, place: Place, ranks: Ranks) -> Exchange | None:
+    """Change weights so that the ops can use them as they are. Returns what ranks exchange their sums
+    through, if they have it."""
+    if place.backend == "triton":
+        for layer in w.layers:
+            fit_norm(layer.attention_norm, layer.wqkv)
+            layer.router_gain *= fit_norm(layer.ffn_norm, layer.w13)
+        fit_norm(w.norm, w.output)
+    if ranks.size == 1:
+        return None
+    summed = [m for layer in w.layers for m in (layer.wo, layer.w2)]
+    if ranks.rank > 0:  # rank 0 adds their biases, as it does the residual
+        for m in summed:
+            m.bias = None
+    where = (place.backend, place.device, place.dtype)
+    return make_exchange(ranks, [*summed, w.output], place.config.dim, *where)
 
 
 @dataclass
@@ -41,19 +81,20 @@ class Loader:
     ranks, each loads its share of every matrix."""
 
     checkpoint: Checkpoint
-    dtype: torch.dtype
-    matrix_dtype: torch.dtype
-    device: torch.device
-    formats: Formats
-    backend: str = ""  # whose ops will read the matrices, if any will
+    place: Place
     ranks: Ranks = Ranks()
     quiet: bool = False
 
     def __post_init__(self) -> None:
         self.whole = self.checkpoint.config
-        self.config = self.whole.cut(self.ranks.size)
+        self.config = self.place.config
+        self.device = self.place.device
+        self.dtype = self.place.dtype
+        self.matrix_dtype = self.place.matrix_dtype
+        self.formats = self.place.formats
         self.shapes = matrix_shapes(self.config)
         self.encoded: dict[str, Tensors] = {}
+        self.workspace: Tensor | None = None
         if self.formats and not self.checkpoint.is_encoded:
             # Allocate what stays first, to avoid fragmentation
             for name, format in self.formats.items():
@@ -70,14 +111,22 @@ class Loader:
             leave=False,
         )
 
+    @torch.inference_mode()
     def load(self) -> Weights:
+        weights = self.weights()
+        if self.device.type == "cuda":  # what loading needed in addition to the weights
+            self.workspace = None
+            torch.cuda.empty_cache()
+        return weights
+
+    def weights(self) -> Weights:
         with self.bar:
             embedding, *of_layers, norm, output = model_tensors(self.whole)
             table = self.vector(embedding)
             if self.config.tie_embeddings and "output" not in self.formats:
                 tied = table[self.share("output_rows")].to(self.matrix_dtype)
                 stays = tied.data_ptr() == table.data_ptr()
-                last = in_cpu_layout(Matrix(tied), self.backend, self.dtype, stays=stays)
+                last = in_cpu_layout(Matrix(tied), self.place.backend, self.dtype, stays=stays)
             else:
                 last = self.matrix(output)
             layers = itertools.groupby(of_layers, lambda t: t.layer)
@@ -141,7 +190,7 @@ class Loader:
         self.bar.update(made.nbytes)
         if t.of_experts:
             return made  # products take some of its rows
-        return in_cpu_layout(made, self.backend, self.dtype, self.formats.values())
+        return in_cpu_layout(made, self.place.backend, self.dtype, self.formats.values())
 
     def encode(self, format: Format, t: ModelTensor, columns: slice) -> Tensors:
         """Encode a matrix from whole rows, so that its codes do not depend on the number of ranks;

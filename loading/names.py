@@ -109,6 +109,7 @@ EMBEDDING = Part("embedding", TABLE, ("vocab_size", "dim"), "tok_embeddings")
 NORM = Part("norm", VECTOR, ("dim",), "norm")
 OUTPUT = Part("output", MATRIX, ("output_rows", "dim"), "output")
 # fmt: on
+PARTS = {part.stem: part for part in (*LAYER, *FEED_FORWARD, *EXPERTS) if not part.bias}
 # Biases, and the matrices they belong to: Matrix.bias. A flag of Config has the same name
 BIASES = {"qkv_bias": "wqkv", "wo_bias": "wo", "w13_bias": "w13", "w2_bias": "w2"}
 TIED_OUTPUT = replace(EMBEDDING, field="output", kind=MATRIX, dims=OUTPUT.dims)

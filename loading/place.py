@@ -1,26 +1,101 @@
 """Step 6 of loading (see loading/checkpoint.py): what a model runs on, that is the device, the type and the
 backend, and whether it fits there."""
 
+from __future__ import annotations
+
 import math
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 import launch
 from cards import cpu
+from cards.cpu import storage_dtype
+from kernels import FORMATS
 from loading.layouts import StoredTensors
-from loading.names import Formats, largest_read, matrix_shapes, model_tensors, weight_bytes
+from loading.names import (
+    Formats,
+    formats_of,
+    largest_read,
+    matrix_shapes,
+    model_tensors,
+    weight_bytes,
+)
 from loading.quantised import format_for
 from model import CACHES, Config
 from ranks.processes import Ranks
+from settings import Options
+
+if TYPE_CHECKING:
+    from loading.checkpoint import Checkpoint
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+# ---- all at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a model runs and in what, once it is decided."""
+
+    config: Config  # of one rank
+    device: torch.device
+    backend: str  # whose ops will read the matrices: "torch" or "triton", or "" if none will
+    dtype: torch.dtype
+    matrix_dtype: torch.dtype  # of matrices without a format, or of those that are encoded
+    formats: Formats  # of the matrices
+    ctx_size: int
+
+
+def place(
+    options: Options, config: Config, ranks: Ranks, checkpoint: Checkpoint | None = None
+) -> Place:
+    """Decide all that the options of a run leave open, and check that the model fits into memory.
+    config: of the whole model. checkpoint: where its weights are, unless they are random. Raises
+    ValueError, MemoryError."""
+    where = "" if checkpoint is None else f"{checkpoint.folder}: "
+    device = pick_device(options.device, ranks)
+    backend = pick_backend(options.backend, device)
+    if backend == "triton" and config.head_dim % 8:
+        wrong = f"head_dim is {config.head_dim}; the kernels need a multiple of 8"
+        raise ValueError(f"{where}{wrong}: use backend torch")
+    if checkpoint is None:
+        dtype = pick_dtype(options.dtype, config.dtype or torch.float16, device)
+    else:
+        dtype = pick_dtype(options.dtype, checkpoint.dtype, device, checkpoint.elements)
+    check_accumulate(options.accumulate, backend, device, dtype)
+    ctx_size = pick_context(options.ctx_size, config, where)
+    config = config.cut(ranks.size)
+    matrix_dtype = storage_dtype(backend, dtype, device)
+    formats = formats_of(config, FORMATS.get(options.format))
+    if checkpoint and formats:
+        matrix_dtype = checkpoint.dtype  # codes do not depend on --dtype
+    elif checkpoint:
+        # On a CPU torch has no fast product for 8-bit codes in groups, so they are decoded
+        decodes = device.type == "cpu" and backend == "torch"
+        formats = formats_as_stored(checkpoint.tensors, config, most_bits=4 if decodes else 8)
+    check_groups(config, formats)
+    ranks.join(device)
+    check_memory(config, dtype, device, ctx_size, formats, options.kv_fp8, ranks, matrix_dtype)
+    return Place(
+        config=config,
+        device=device,
+        backend=backend,
+        dtype=dtype,
+        matrix_dtype=matrix_dtype,
+        formats=formats,
+        ctx_size=ctx_size,
+    )
+
+
+# ---- what is decided
 
 
 def pick_device(name: str = "auto", ranks: Ranks = Ranks()) -> torch.device:
@@ -66,18 +141,12 @@ def unused_gpu() -> str:
     return f"torch sees no GPU, although there is {sign}: torch {torch.__version__} {remedy}"
 
 
-def check_choice(what: str, value: object, choices: Collection) -> None:
-    if value not in choices:
-        raise ValueError(f"{what} is {value!r}; it must be one of {', '.join(map(str, choices))}")
-
-
 def pick_dtype(
     name: str, stored: torch.dtype, device: torch.device, elements: float = math.inf
 ) -> torch.dtype:
     """On a GPU, auto is the checkpoint's own type. On a CPU it is fp32 if the checkpoint is in
     fp32, or if it has so few elements that they fit into the caches and the CPU has no bf16
     products; otherwise bf16."""
-    check_choice("dtype", name, ("auto", *DTYPES))
     if name != "auto":
         return DTYPES[name]
     if device.type == "cuda":
@@ -92,7 +161,6 @@ def pick_dtype(
 def pick_backend(name: str, device: torch.device) -> str:
     """Whose ops run the model: "torch" (the reference) or "triton" (fused; the default on a GPU).
     Raises ValueError."""
-    check_choice("backend", name, ("auto", "torch", "triton"))
     if name == "torch" or name == "auto" and device.type == "cpu":
         return "torch"
     if device.type == "cpu" and not launch.INTERPRETED:
@@ -114,10 +182,20 @@ def check_accumulate(
 ) -> None:
     """Raise ValueError if a prompt's products are to be accumulated in half precision but cannot
     be."""
-    check_choice("accumulate", accumulate, ("auto", "fp32", "fp16"))
     can_be_done = backend == "triton" and device.type == "cuda" and dtype == torch.float16
     if accumulate == "fp16" and not can_be_done:
         raise ValueError("accumulate fp16 needs a GPU, the Triton kernels and dtype fp16")
+
+
+def pick_context(ctx_size: int | None, config: Config, where: str) -> int:
+    """The context of a model, whose path begins a message."""
+    if ctx_size is None:
+        ctx_size = min(config.max_seq_len, 4096)
+    ctx_size = ctx_size or config.max_seq_len
+    if config.sliding_window and ctx_size > config.sliding_window:
+        window = f"sliding_window is {config.sliding_window}"
+        raise ValueError(f"{where}{window}: a ctx_size of {ctx_size} is not supported")
+    return ctx_size
 
 
 def check_groups(c: Config, formats: Formats) -> None:
@@ -132,15 +210,18 @@ def check_groups(c: Config, formats: Formats) -> None:
 
 
 def formats_as_stored(tensors: StoredTensors, c: Config, most_bits: int) -> Formats:
-    """The formats, of at most `most_bits` bits, that store a rank's matrices exactly as others have
-    quantised them. tensors: those of the model."""
+    """The formats that store a rank's matrices exactly as the files have them: those of --save, or
+    others, of at most `most_bits` bits, for what other programs have quantised. tensors: those of
+    the model."""
     formats = {}
     for t in model_tensors(c):
-        if t.is_matrix:
-            schemes = {stored.scheme for stored in tensors[t.name]}
-            format = format_for(schemes, t.shape(c)[1], most_bits)
-            if format:
-                formats[t.name] = format
+        if not t.is_matrix:
+            continue
+        schemes = {stored.scheme for stored in tensors[t.name]}
+        own = tensors[t.name][0].format
+        format = own or format_for(schemes, t.shape(c)[1], most_bits)
+        if format:
+            formats[t.name] = format
     return formats
 
 

@@ -282,6 +282,21 @@ def _gptq(q: About) -> Packing:
     return gptq(q.group, q.get("checkpoint_format") == "gptq_v2", q.number("bits", 4, 8))
 
 
+def _auto_round(q: About) -> Packing:
+    """AutoRound, which packs as AWQ or as GPTQ."""
+    said = str(q.get("packing_format") or q.get("backend"))
+    q.only("data_type", None, "int")
+    layers = q.sub("extra_config")
+    bits = {layers.sub(name).get("bits") for name in layers}
+    if not bits <= {None, q.get("bits"), 16, 32}:
+        raise q.refused("with layers of several kinds")
+    if "awq" in said:
+        return _awq(q)
+    if "auto_gptq" not in said:  # others differ from it in zero points
+        q.only("sym", True)
+    return _gptq(q)
+
+
 def _modelopt(q: About) -> Packing:
     q.only("quant_algo", "FP8", "FP8_PER_CHANNEL_PER_TOKEN")
     return fp8_scaled("weight_scale", in_blocks=False)
@@ -317,6 +332,8 @@ def _float_quantized(q: About) -> Packing:
 METHODS = {  # by quant_method; for compressed-tensors, by its format
     "awq": _awq,
     "gptq": _gptq,
+    "auto-round": _auto_round,
+    "intel/auto-round": _auto_round,
     "modelopt": _modelopt,
     "fbgemm_fp8": _fbgemm_fp8,
     "fp8": _fp8,
@@ -343,12 +360,24 @@ def packing_of(f: Fields) -> Packing | None:
     return METHODS[q.method](q)
 
 
+# Files beside a config.json that says nothing, as their writers had them first: what a method is
+# called that the file does not name, and names of fields that are others today
+ALONE = {
+    "hf_quant_config.json": ("modelopt", {}),
+    "quantize_config.json": ("gptq", {}),
+    "quant_config.json": ("awq", {"w_bit": "bits", "q_group_size": "group_size"}),
+}
+
+
 def _about(f: Fields) -> About:
     q = About(f.file, f.sub("quantization_config"))
-    alone = f.file.with_name("hf_quant_config.json")
-    if not q and f.file.suffix == ".json" and alone.is_file():  # as NVIDIA's first files have it
-        q = About(alone, Fields(alone).sub("quantization"))
-        q["quant_method"] = "modelopt"
+    for name, (method, renamed) in ALONE.items():
+        file = f.file.with_name(name)
+        if not q and file.is_file():
+            said = Fields(file)
+            said = said.sub("quantization") or said
+            fields = {renamed.get(field, field): value for field, value in said.items()}
+            q = About(file, {"quant_method": method} | fields)
     q.method = q.get("quant_method")
     if q.method != "compressed-tensors":
         return q

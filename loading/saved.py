@@ -36,6 +36,7 @@ class SavedFolder(Folder):
         super().__init__(files)
         self.original = original
         self.generation = original.generation
+        self.notes = original.notes
         metadata, _ = files.header(self.path / SAVED)
         name = metadata.get("format")
         if metadata["fused-llama"] != SAVED_LAYOUT or name not in FORMATS:

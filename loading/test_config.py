@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from dev.checkpoints import write_gguf
-from loading.checkpoint import read_config
+from loading.checkpoint import load, read_config
 from model import rope_table
 from session import Session
 from tests.helpers import (
@@ -22,6 +22,7 @@ from tests.helpers import (
     edit,
     gguf_metadata,
     hugging_face_model,
+    logits_of,
     set_one,
     spoil_config,
     spoil_tensors,
@@ -198,3 +199,28 @@ def test_config_eos_of_both_files(copy):
     edit(copy / "generation_config.json", eos_token_id=None)
     edit(copy / "config.json", eos_token_id=7)
     assert Session(copy, device="cpu").eos == {7, 2}, "the tokenizer's own ends a text, too"
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_ids_beyond_the_vocabulary_are_ignored(copy, cli, file):
+    """With a note, as in transformers and llama.cpp."""
+    flags = ("-m", copy, "-p", "Once", "-n", 3, "--temp", 0, "--no-display-prompt")
+    code, expected, err = cli(*flags)
+    assert code == 0 and "note:" not in err
+    size = read_config(copy).vocab_size
+    edit(copy / file, eos_token_id=[2, size], bos_token_id=-1)
+    if file == "config.json":
+        (copy / "generation_config.json").unlink()
+    code, out, err = cli(*flags)
+    notes = [line for line in err.splitlines() if line.startswith("note:")]
+    assert (code, out) == (0, expected) and len(notes) == 2, err
+    assert f"{file}: eos_token_id is [2, {size}], but the model's ids are 0 .. {size - 1}" in err
+
+
+def test_other_words_of_a_config(copy):
+    """What transformers takes for the same."""
+    expected = logits_of(load(copy, device="cpu", dtype="fp32"), [1, 5, 9])
+    edit(copy / "config.json", hidden_act="swish", dtype="auto")
+    opened = load(copy, device="cpu", dtype="fp32")
+    assert torch.equal(logits_of(opened, [1, 5, 9]), expected)
+    assert opened.checkpoint.dtype == torch.float32

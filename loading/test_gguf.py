@@ -18,13 +18,14 @@ from bits import others
 from dev.checkpoints import sentencepiece_metadata, write_gguf
 from formats import Matrix
 from fp8 import E4M3
+from loading import checkpoint, quantised
 from loading import gguf as ggml
-from loading import quantised
 from loading import tensors as tensors_module
-from loading.checkpoint import load, read_config
+from loading.checkpoint import load, read_config, save
 from loading.hub import local_checkpoint, pick_gguf
 from loading.names import layer_tensors
 from loading.tensors import ALL, pieces_of
+from sampling import Sampling
 from tests.helpers import (
     BYTES,
     DEVICE,
@@ -80,6 +81,31 @@ def test_gguf_types_are_decoded(number):
         spoiled[1, at : at + 2] = torch.tensor([bad]).half().view(torch.uint8)
         with pytest.raises(ValueError, match="a scale that is NaN or infinite"):
             quantised.checked(kind.read(spoiled))
+
+
+def test_gguf_says_how_to_sample(tmp_path, cli, small_gguf):
+    """As llama.cpp's converter writes it since November 2025; flags override it, and what is saved
+    says the same."""
+    said = {
+        "temp": 0.5,
+        "top_k": 7,
+        "top_p": 0.75,
+        "min_p": 0.25,
+        "penalty_repeat": 1.25,
+        "xtc_threshold": 0.1,
+    }
+    metadata = small_gguf[0] | {f"general.sampling.{name}": value for name, value in said.items()}
+    file = write_gguf(tmp_path / "a.gguf", metadata, small_gguf[1])
+    expected = dict(temp=0.5, top_k=7, top_p=0.75, min_p=0.25, repeat_penalty=1.25)
+    saved = save(file, tmp_path / "saved", format="e4m3").parent
+    for path in (file, saved):
+        opened = checkpoint.Checkpoint(path)
+        assert opened.sampling() == expected | dict(repeat_last_n=64)
+        assert opened.sampling({"top_k", "repeat_last_n"}).keys() == expected.keys() - {"top_k"}
+    model = load(file, device="cpu", sampling=dict(top_k=9))
+    assert model.sampling == Sampling(**expected | dict(top_k=9, repeat_last_n=64))
+    written = write_gguf(file, metadata | {"general.sampling.penalty_last_n": 9}, small_gguf[1])
+    assert checkpoint.Checkpoint(written).sampling()["repeat_last_n"] == 9
 
 
 def test_other_gguf_types_are_named():
@@ -311,9 +337,21 @@ def test_gguf_of_the_hub(hub, tmp_path, monkeypatch, small_gguf):
     assert place(":Q8_0").name == "a.Q8_0.gguf" and place("").name == "a-q4_k_m.gguf"
     next((tmp_path / "cache").rglob("a-q4_k_m.gguf")).unlink()
     assert place("").name == "a.Q8_0.gguf", "what there is"
-    assert pick_gguf(["b.Q8_0.gguf", "a.IQ2_M.gguf", "b.F16.gguf"], "") == ["b.F16.gguf"]
+    assert load("someone/tiny", device="cpu").checkpoint.notes == [
+        "of the GGUF files in someone/tiny, a.Q8_0.gguf is taken; someone/tiny:KIND takes another"
+    ]
     parts = [f"m-Q6_K-0000{i}-of-00002.gguf" for i in (1, 2)]
     assert pick_gguf(["n-Q6_K.gguf", *parts], "Q6_K") == parts
+
+
+@pytest.mark.parametrize("names, taken", [
+    ("b.Q8_0 a.IQ2_M b.F16", "b.Q8_0"), ("a-BF16 b-q4_k_m c-Q4_0", "b-q4_k_m"), ("a-F16 b-Q8_0 c-IQ4_XS", "c-IQ4_XS"),
+    ("a-F16 b-UD-Q4_K_XL c-Q4_K_S", "b-UD-Q4_K_XL"), ("a-F16 b-Q5_K_M c-Q8_0", "b-Q5_K_M"), ("a-Q6_K b-F16", "a-Q6_K"),
+    ("model", "model"), ("a-imatrix b", "b"), ("a.MXFP4 b.TQ1_0", None),
+])  # fmt: skip
+def test_gguf_that_is_taken_if_no_kind_is_named(names, taken):
+    found = pick_gguf([f"{name}.gguf" for name in names.split()], "")
+    assert found == ([f"{taken}.gguf"] if taken else [])
 
 
 def test_gguf_header_holds_every_type_of_value(tmp_path):
@@ -376,7 +414,12 @@ BAD_GGUF = {
         by_hand([(b"a\n\x1b[31m", (8,), 99, 0)]), "a ?[31m is unknown type 99, which is not supported"
     ),
     "another type": (by_hand([(b"w", (256,), 39, 0)]), "w is MXFP4, which is not supported: take a file of F32"),
-    "another architecture": ({"general.architecture": "gemma3"}, "architecture is 'gemma3', which is not supported"),
+    "another architecture": ({"general.architecture": "gemma3"}, "qwen3moe): take a model of one of these"),
+    "for embeddings": ({"llama.pooling_type": 3}, "holds a model for embeddings or rewards, which generates no text"),
+    "experts as until 2024": (
+        by_hand([(b"blk.0.ffn_gate.0.weight", (8,), 0, 0)], [(b"general.architecture", 8, string(b"llama"))]),
+        "as files had until April 2024: take a newer one",
+    ),
     "experts without their number a token": ({"llama.expert_count": 8}, "lacks the field num_experts_per_tok"),
     "no experts": (
         {"llama.expert_count": 8, "llama.expert_used_count": 2}, "config: blk.0.ffn_gate_inp.weight is missing",

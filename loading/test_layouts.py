@@ -93,3 +93,16 @@ def test_weights_that_change_while_they_are_read(copy, layout, how):
         os.replace(shutil.copy(file, copy / "new"), file)
     with pytest.raises(OSError, match=f"{file.name} was (replaced|cut short) while it was being"):
         load(opened, device="cpu")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen 3 moe"])
+def test_experts_in_one_tensor_equal_transformers(tmp_path, monkeypatch, family):
+    """As transformers 5 keeps them in memory; also a few rows at a time, and by ranks."""
+    theirs = hugging_face_model(**FAMILIES[family])
+    theirs.save_pretrained(tmp_path, save_original_format=False)
+    ours = assert_equals_transformers(tmp_path, theirs)
+    whole = loaded(ours, None)
+    monkeypatch.setattr(tensors, "AT_ONCE", 900)
+    for one, other in zip(loaded(ours, None).matrices, whole.matrices, strict=True):
+        assert torch.equal(one.dense(), other.dense())
+    assert_two_ranks_have(ours, whole.layers[1], None)

@@ -120,6 +120,15 @@ SPOILED = {
         num_hidden_layers=-1, vocab_size=10**15, intermediate_size="many", rms_norm_eps=NAN, hidden_act="gelu",
         model_type="gpt2", tie_word_embeddings="false", partial_rotary_factor=0.5,
     ).items()},
+    "another family": (
+        spoil_config(model_type="gemma2"), "(supported: llama, ", "): take a model of one of these, or run",
+    ),
+    "for embeddings": (
+        spoil_tensors(lambda t: [t.update({n.removeprefix("model."): t.pop(n)}) for n in [*t]]), "for embeddings or",
+    ),
+    "for rewards": (
+        spoil_tensors(lambda t: t.update({"score.weight": t.pop("lm_head.weight")[:1]})), "or rewards, which",
+    ),
     "uneven heads": (spoil_config(num_key_value_heads=3), "4 query heads cannot share 3"),
     "sliding window": (
         spoil_config(model_type="mistral", sliding_window=64), "sliding_window is 64: a ctx_size of 256"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from engine import Engine, Sequence, Timings, generate
 from formats import Matrix
-from loading import checkpoint
+from loading import place
 from loading.checkpoint import read_config
 from model import Llama
 from passes import Passes, Wish
@@ -233,7 +233,7 @@ def test_draft_of_another_vocabulary(exact, more):
 def test_memory_of_a_draft_is_that_of_the_models_context(tiny, copy, monkeypatch):
     sizes = []
     edit(copy / "config.json", max_position_embeddings=128)
-    monkeypatch.setattr(checkpoint, "check_memory", lambda *args: sizes.append(args[3]))
+    monkeypatch.setattr(place, "check_memory", lambda *args: sizes.append(args[3]))
     Session(tiny, draft=copy, device="cpu")
     assert sizes == [256, 256]
 
@@ -335,8 +335,8 @@ def test_speculation_where_logits_are_not_finite(tiny, monkeypatch, in_graphs, p
     sample = model.ops.sample
 
     def spoiled(logits, pass_) -> None:
-        for row, (place, position) in enumerate(zip(pass_.place.tolist(), pass_.position.tolist())):
-            if place < engine.cache.run and position >= 13:
+        for row, (at, position) in enumerate(zip(pass_.place.tolist(), pass_.position.tolist())):
+            if at < engine.cache.run and position >= 13:
                 logits[row] = torch.nan
         sample(logits, pass_)
 

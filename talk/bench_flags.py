@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from loading.hub import DEFAULT_MODEL
-from talk.cli import DTYPE_NAMES, FORMAT_NAMES, Parser, add_device_flags, within
+from settings import DTYPE_NAMES, FORMAT_NAMES
+from talk.cli import Parser, add_device_flags, add_option, within
 
 
 class Test(NamedTuple):
@@ -53,14 +54,13 @@ def add_model_flags(parser: Parser) -> None:
         help="a checkpoint [models/tales]; or random weights, of random:SHAPE, such as random:7b,"
         " random:SHAPE:LAYERS or random:CONFIG.JSON (random: alone lists the shapes); may be"
         " repeated, as may --dtype, --format, -p, -n and -d, which also take lists with commas")
-    add("-c", "--ctx-size", type=within(int, 1, 1 << 24), metavar="N",
-        help="context size; with --perplexity [512]")
+    add_option(add, "ctx_size", help="context size; with --perplexity [512]")
     add("--dtype", type=several(one_of("auto", *DTYPE_NAMES)), action="extend", default=["auto"],
         metavar="TYPE", help=f"auto, {', '.join(DTYPE_NAMES)}")
     add("--format", type=several(one_of("none", *FORMAT_NAMES)), action="extend", default=["none"],
         metavar="FORMAT", help=f"of the matrices: none, {', '.join(FORMAT_NAMES)}")
-    add("--kv-fp8", action="store_true", help="8-bit keys and values")
     # fmt: on
+    add_option(add, "kv_fp8", help="8-bit keys and values")
     add_device_flags(parser)
 
 

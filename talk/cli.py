@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from loading.files import one_line, text_of
 from loading.hub import DEFAULT_MODEL, local_checkpoint
 from loading.templates import TEMPLATES
-from settings import FILTERS, SETTINGS, Sampling
+from settings import FILTERS, FORMATS_8, OPTIONS, SETTINGS, Options, Sampling
 
 if TYPE_CHECKING:  # they import torch
     from ranks.processes import Ranks
@@ -219,9 +219,6 @@ def error_line(error: Exception) -> str:
 
 # ---- flags
 
-DTYPE_NAMES = ("fp32", "fp16", "bf16")
-FORMATS_8 = ("e4m3", "e5m2")
-FORMAT_NAMES = (*FORMATS_8, "int4")
 IGNORED = (  # flags of llama.cpp that mean nothing here
     "-ngl --gpu-layers --n-gpu-layers -fa --flash-attn -b --batch-size -ub --ubatch-size --mmap "
     "--no-mmap --mlock --jinja --no-warmup -co --color --log-disable --simple-io -tb "
@@ -389,14 +386,26 @@ def in_utf8(text: str) -> str:
     return text
 
 
-def device_name_of(text: str) -> str:
-    """cpu, cuda or cuda:N; llama.cpp's spellings, none and CUDAN, are accepted as well."""
-    if text == "none":
-        return "cpu"
-    return re.sub(r"^CUDA(\d+)$", r"cuda:\1", text)
-
-
 # ---- flags of several programs
+
+
+def add_option(add: Callable, name: str, writes: str = "", **changes) -> None:
+    """Add the flag of a row of settings.Options. writes: the modes in which text is generated, if
+    there are others. changes: what is different here."""
+    option = OPTIONS[name]
+    about: dict[str, object] = {"help": option.help, "default": getattr(Options, name)}
+    if option.kind is bool:
+        about["action"] = "store_true"
+    elif option.choices:
+        about["choices"] = [*option.choices]
+    elif option.kind is int:
+        about |= {"type": within(int, int(option.low), int(option.high)), "metavar": "N"}
+    else:
+        about["type"] = option.kind
+    if option.generates:
+        about["only"] = writes
+    flags = [option.flag, f"--{name.replace('_', '-')}"]
+    add(*filter(None, flags), **about | changes)
 
 
 def add_model_flags(parser: Parser, writes: str = "") -> Callable:
@@ -407,35 +416,29 @@ def add_model_flags(parser: Parser, writes: str = "") -> Callable:
     add("-m", "--model", "-hf", "--hf-repo", metavar="MODEL",
         help="folder of a checkpoint, a GGUF file, or owner/name of one on the hub"
         " [models/tales, beside this program]")
-    add("-c", "--ctx-size", type=within(int, 0, 1 << 24), metavar="N",
-        help="context in tokens; 0: as much as the model was trained for [the same, at most 4096]")
-    add("--dtype", choices=["auto", *DTYPE_NAMES], default="auto",
-        help="auto: the checkpoint's; on a CPU bf16 or fp32")
+    add_option(add, "ctx_size")
+    add_option(add, "dtype")
     add("--fp8", nargs="?", const="e4m3", choices=FORMATS_8,
         help="keep matrices as 8-bit floats; without a value: e4m3")
     add("--int4", action="store_true",
         help="keep matrices as 4-bit integers with a scale and a zero point for each 32 columns:"
         " 4.5 bits a weight")
-    add("--kv-fp8", action="store_true", only=writes,
-        help="keep keys and values as 8-bit floats: half the context's memory")
-
     # fmt: on
+    add_option(add, "kv_fp8", writes)
     add_device_flags(parser, writes)
     return add
 
 
 def add_device_flags(parser: Parser, writes: str = "") -> None:
     add = parser.group("where it runs")
-    # fmt: off
-    add("-dev", "--device", type=device_name_of, default="auto", help="cpu, cuda or cuda:N")
-    add("-t", "--threads", type=within(int, 1, 4096), metavar="N",
-        help="CPU threads [one for a model of at most 32 MB, otherwise one per core]")
-    add("--backend", choices=["auto", "torch", "triton"], default="auto", only=writes,
-        help="auto: triton on a GPU, torch on a CPU")
-    add("--accumulate", choices=["auto", "fp32", "fp16"], default="auto", only=writes,
-        help="how a prompt's products are summed; auto: faster and less exact for 8 bits; fp16: needs"
-        " a GPU and --dtype fp16")
-    # fmt: on
+    for name in ("device", "threads", "backend", "accumulate"):
+        add_option(add, name, writes)
+
+
+def options_of(args: argparse.Namespace, **changes) -> dict[str, object]:
+    """The options of a run that flags give, as keyword arguments of Session and of checkpoint.load.
+    changes: what is different here."""
+    return {name: getattr(args, name) for name in OPTIONS} | changes
 
 
 def add_proposal_flags(add: Callable) -> None:
@@ -483,9 +486,11 @@ def set_environment(args: argparse.Namespace) -> None:
 
     if args.quiet:
         warnings.simplefilter("ignore")
-    if args.backend == "triton" and args.device in ("auto", "cpu"):
-        if args.device == "cpu" or not torch.cuda.is_available():
-            os.environ["TRITON_INTERPRET"] = "1"
+    on_cpu = args.device == "cpu"
+    if args.device == "auto" and args.backend == "triton":  # only then, since torch may warn
+        on_cpu = not torch.cuda.is_available()
+    if args.backend == "triton" and on_cpu:
+        os.environ["TRITON_INTERPRET"] = "1"
     if args.quiet:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
@@ -496,26 +501,19 @@ def open_session(args: argparse.Namespace, ranks: Ranks) -> Session:
 
     session = Session(
         args.model,
-        dtype=args.dtype,
-        device=args.device,
-        ctx_size=args.ctx_size,
-        backend=args.backend,
-        format=args.format,
-        kv_fp8=args.kv_fp8,
-        accumulate=args.accumulate,
         quiet=args.quiet,
         chat_template=args.chat_template,
-        threads=args.threads,
         lookup=args.lookup,
         draft=args.draft,
         draft_max=args.draft_max,
         parallel=vars(args).get("parallel", 1),
         ranks=ranks,
         sampling=sampling_flags(args),
+        **options_of(args),
     )
-    ignored = session.model.checkpoint.unsupported
-    if ignored and not args.quiet:
-        note(f"note: generation_config.json: {', '.join(ignored)}: not supported, ignored")
+    if not args.quiet:
+        for line in session.model.checkpoint.notes:
+            note(f"note: {line}")
     return session
 
 

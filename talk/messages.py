@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 from pydantic_core import to_json
@@ -138,6 +138,8 @@ class CountRequest(ModelRequest):
 
 class MessagesRequest(CountRequest):
     """A request for the next message of a chat."""
+
+    writes_text: ClassVar[bool] = True
 
     max_tokens: Annotated[int, Field(ge=1, lt=INT_END)]
     stop_sequences: list[str] = []

@@ -423,6 +423,7 @@ class ModelRequest(Strict):
     the model, and answers itself there."""
 
     is_stream: ClassVar[bool] = False  # the parts of the answer are sent as they come
+    writes_text: ClassVar[bool] = False  # it waits until there is a slot
 
     # What `answer` asks the session for. Where it asks for several texts, it takes pieces only of those
     # that are ready, so that no request waits for another
@@ -456,6 +457,7 @@ class GenerationRequest(Filters):
     """A request for a text: what its two kinds have in common. A kind says how the session is asked
     for the text, and how answers write it in JSON."""
 
+    writes_text: ClassVar[bool] = True
     id_begins: ClassVar[str]
     whole_object: ClassVar[str]  # "object" of an answer
     chunk_object: ClassVar[str]  # and of the parts of a stream

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import ConfigDict, PrivateAttr, model_validator
 from pydantic_core import to_json
@@ -45,6 +45,7 @@ class ResponsesRequest(ModelRequest):
     """A request for the next message of a chat. What it does not name is a field of chats."""
 
     model_config = ConfigDict(extra="allow")
+    writes_text: ClassVar[bool] = True
 
     input: str | list[Item]
     instructions: str = ""

@@ -62,7 +62,7 @@ from loading import random_model
 from loading.checkpoint import load, read_config, save
 from loading.loader import Loader
 from loading.names import formats_of
-from loading.place import formats_as_stored
+from loading.place import Place, formats_as_stored
 from model import Config, Llama
 from passes import Passes
 from ranks import exchange as exchange_module
@@ -1352,8 +1352,11 @@ def loader_of(model, format="held", ranks: Ranks = Ranks()) -> Loader:
         formats = formats_as_stored(model.checkpoint.tensors, c, 8)
     else:
         formats = formats_of(c, format)
-    types = (torch.float32, torch.float32, torch.device("cpu"))
-    return Loader(model.checkpoint, *types, formats, "torch", ranks, quiet=True)
+    place = Place(
+        config=c, device=torch.device("cpu"), backend="torch", dtype=torch.float32,
+        matrix_dtype=torch.float32, formats=formats, ctx_size=1,
+    )  # fmt: skip
+    return Loader(model.checkpoint, place, ranks, quiet=True)
 
 
 def loaded(model, format="held", ranks: Ranks = Ranks()):
