@@ -63,6 +63,7 @@ def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: str)
         args,
         dtype=dtype,
         ctx_size=max(ctx_size, args.ctx_size or 0),
+        parallel=max(vars(args).get("texts", [1])),
         format=None if format == "none" else format,
     )
     if args.model.startswith("random:"):

@@ -32,6 +32,7 @@ from tests.helpers import (
     FAMILIES,
     FILE_FORMATS,
     HALVES,
+    HALVES_AT,
     HERE,
     INF,
     NAN,
@@ -75,7 +76,7 @@ def test_gguf_types_are_decoded(number):
     assert torch.equal(kind.read(raw).decoded(), dequantised(number, raw))
     if kind.name.endswith("K"):
         raw[1, 4:16] = raw[1, 192:208] = 255  # scales of groups
-    start = 208 if kind.name == "Q6_K" else 0
+    start = HALVES_AT.get(kind.name, 0)
     for bad, half in itertools.product((NAN, INF), range(HALVES.get(kind.name, 1))):
         spoiled, at = raw.clone(), start + 2 * half
         spoiled[1, at : at + 2] = torch.tensor([bad]).half().view(torch.uint8)
@@ -161,7 +162,8 @@ def test_products_with_gguf_and_safetensors_formats(format):
     ("Q4_0 Q5_0", 96, 8, "q8_0"),
     ("Q4_0 Q4_1", 96, 8, "q8_1"), ("Q4_0 Q6_K", 512, 8, None), ("Q6_K F16", 512, 8, None),
     ("Q6_K", 384, 8, None), ("IQ4_NL", 96, 8, "q8_0"), ("IQ4_XS Q5_K", 512, 8, "q8_k"),
-    ("Q4_K", 512, 4, "q4_k"), ("Q6_K", 512, 4, None),
+    ("Q4_K", 512, 4, "q4_k"), ("Q6_K", 512, 4, None), ("Q3_K Q6_K", 512, 8, "q6_k"), ("Q2_K", 512, 8, "q8_16"),
+    ("Q2_K Q3_K Q6_K", 512, 8, "q8_16"), ("Q6_K IQ4_XS", 512, 8, "q8_16"),
 ])  # fmt: skip
 def test_format_of_joined_matrices(kinds, columns, most_bits, name):
     """None: they are decoded, as those of more bits are on a CPU, and those cut in the middle of a

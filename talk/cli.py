@@ -438,7 +438,9 @@ def add_device_flags(parser: Parser, writes: str = "") -> None:
 def options_of(args: argparse.Namespace, **changes) -> dict[str, object]:
     """The options of a run that flags give, as keyword arguments of Session and of checkpoint.load.
     changes: what is different here."""
-    return {name: getattr(args, name) for name in OPTIONS} | changes
+    defaults = {name: getattr(Options, name) for name in OPTIONS}
+    given = {name: value for name, value in vars(args).items() if name in OPTIONS}
+    return defaults | given | changes
 
 
 def add_proposal_flags(add: Callable) -> None:
@@ -506,7 +508,6 @@ def open_session(args: argparse.Namespace, ranks: Ranks) -> Session:
         lookup=args.lookup,
         draft=args.draft,
         draft_max=args.draft_max,
-        parallel=vars(args).get("parallel", 1),
         ranks=ranks,
         sampling=sampling_flags(args),
         **options_of(args),

@@ -1239,8 +1239,9 @@ def stored(content: bytes, file: Path) -> None:
 
 INDEX = "model.safetensors.index.json"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 999\n"
-# at the start of a block; others have one, Q6_K's is the last
-HALVES = {"Q4_1": 2, "Q5_1": 2, "Q4_K": 2, "Q5_K": 2}
+# in a block: how many, if not one, and where they begin, if not at its start
+HALVES = {"Q4_1": 2, "Q5_1": 2, "Q4_K": 2, "Q5_K": 2, "Q2_K": 2}
+HALVES_AT = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}
 ALPHABET = tokenizers.pre_tokenizers.ByteLevel.alphabet()
 BYTES = {  # a vocabulary of one token a byte
     "tokenizer.ggml.model": "gpt2",
@@ -1283,7 +1284,7 @@ def random_blocks(number: int, N: int, K: int, std: float = 0.1) -> torch.Tensor
     """Rows of blocks of random bits, but for scales that give the values this deviation."""
     kind, count = ggml.TYPES[number], HALVES.get(ggml.TYPES[number].name, 1)
     blocks = torch.randint(256, (N, K // kind.block, kind.nbytes), dtype=torch.uint8)
-    start, scales = 208 if kind.name == "Q6_K" else 0, torch.randn(N, K // kind.block, count)
+    start, scales = HALVES_AT.get(kind.name, 0), torch.randn(N, K // kind.block, count)
     for size in (1, None):
         size = size or std / numpy.std(dequantised(number, blocks.view(N, -1)).numpy())
         blocks[..., start : start + 2 * count] = (size * scales).half().view(torch.uint8)

@@ -20,11 +20,12 @@ from kernels import FORMATS
 from loading import ggml
 from loading.checkpoint import load
 from loading.names import formats_of, matrix_shapes
-from loading.place import check_memory
+from loading.place import check_memory, memory_of
 from loading.random_model import random_config
 from model import Config
+from ranks.processes import Ranks
 from sampling import Sampling
-from settings import FILTERS
+from settings import FILTERS, Options
 from talk import cli as cli_module
 from talk.endpoints import ENDPOINTS
 from tests.helpers import (
@@ -223,9 +224,10 @@ def test_readme_contexts_in_24_gb(model, monkeypatch):
 
     def fits(size: int, format: str | None, kv_fp8: bool) -> bool:
         formats = formats_of(config, FORMATS.get(format))
-        where = torch.float16, torch.device("cuda")
+        gpu = torch.device("cuda")
+        need = memory_of(config, torch.float16, gpu, formats, Options(kv_fp8=kv_fp8))
         try:
-            check_memory(config, *where, size, formats, kv_fp8)
+            check_memory(need, size, gpu, Ranks())
         except MemoryError:
             return False
         return True

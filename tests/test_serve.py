@@ -25,8 +25,8 @@ import serve
 from model import Llama
 from session import Session
 from talk import cli as cli_module
+from talk.endpoints import ENDPOINTS
 from talk.openai import (
-    ENDPOINTS,
     UNSUPPORTED,
     APIError,
     ChatCompletionRequest,
