@@ -463,6 +463,8 @@ class Session:
         or a grammar is for what follows."""
         prompt = messages if isinstance(messages, Prompt) else self.render(messages)
         ids, texts = self.turn_ends()
+        if options.get("grammar") is not None or options.get("schema") is not None:
+            texts = []  # it says itself where the text ends, and may hold what looks like an end
         options |= dict(eos=self.eos | ids, stop=[*listed(stop), *texts])
         options |= dict(shown=[THINK, THOUGHT, *shown], after=THOUGHT if prompt.thinks else "")
         strip_space = prompt.leaves_space

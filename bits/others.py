@@ -245,6 +245,7 @@ Q4_0 = FileGroups4(
     stream_load=codes4.stream_load,
     stream_sums=codes4.stream_sums_with_zero,
     group=32,
+    groups=(32,),
     middle=8,
     unit=2.0**-24,
     **codes4.STREAMED,
@@ -305,6 +306,7 @@ Q4_1 = FileGroups4(
     stream_load=_minimum_stream_load,
     stream_sums=codes4.stream_sums_with_minimum,
     group=32,
+    groups=(32, 32),
     scaling=Minimum(),
     unit=2.0**-24,
     **codes4.STREAMED,
@@ -346,6 +348,7 @@ Q4_K = replace(
     scales_of=_q4_k_scales,
     stream_load=_parts_stream_load,
     group=256,
+    groups=(32, 256),
     scaling=Parts(),
     unit=2.0**-30,
 )
@@ -375,6 +378,7 @@ def _with_zeros(group: int) -> FileGroups4:
         stream_load=_zero_stream_load,
         stream_sums=codes4.stream_sums_with_zero,
         group=group,
+        groups=(group,),
         scaling=Zero(),
         unit=2.0**-24,
         **codes4.STREAMED,
@@ -685,6 +689,7 @@ Q8_0 = FileGroups(
     stream_load=_q8_0_stream_load,
     stream_sums=_q8_0_sums,
     group=32,
+    groups=(32,),
     unit=2.0**-8,
     **STREAMED8,
 )
@@ -723,6 +728,7 @@ Q8_1 = replace(
     scales_of=_q8_1_scales,
     stream_load=_minimum_stream_load,
     stream_sums=_q8_1_sums,
+    groups=(32, 32),
     scaling=Minimum(),
 )
 
@@ -750,6 +756,7 @@ Q8_K = replace(
     scales_of=_q8_k_scales,
     stream_load=_parts_stream_load,
     group=256,
+    groups=(32, 256),
     scaling=Parts(),
     unit=2.0**-13,
 )
@@ -865,6 +872,7 @@ E4M3_128 = Float8Groups(
     stream_load=_e4m3_128_stream_load,
     stream_sums=_e4m3_128_sums,
     group=128,
+    groups=(128,),
     **STREAMED8,
 )
 

@@ -51,6 +51,7 @@ ROPES = [  # fields of a config.json, in all places where they have been
     *(dict(rope_parameters=NEWER | more) for more in (
         dict(original_max_position_embeddings=32, factor=8.0, beta_fast=16.0, beta_slow=2.0),
         dict(factor=2.0, rope_theta=100.0, attention_factor=1.3), dict(mscale=0.7),
+        dict(mscale=0.7, mscale_all_dim=0.4), dict(mscale_all_dim=0.4),
     )),
 ]  # fmt: skip
 
@@ -68,7 +69,10 @@ def test_yarn_and_config_places_of_rope_equal_transformers(copy, small_gguf, fie
     angles = torch.outer(torch.arange(50.0), freqs)
     expected = gain * torch.stack((angles.cos(), angles.sin()), -1)
     assert_close(rope_table(read_config(copy), 50), expected, 1e-5)
-    if kind != "llama3" and not {"attention_factor", "mscale"} & theirs.rope_parameters.keys():
+    if (
+        kind != "llama3"
+        and not {"attention_factor", "mscale", "mscale_all_dim"} & theirs.rope_parameters.keys()
+    ):
         metadata = gguf_metadata(theirs) | BYTES
         file = write_gguf(copy / "a.gguf", metadata, small_gguf[1])
         assert_close(rope_table(read_config(file), 50), expected, 1e-5)

@@ -187,13 +187,14 @@ def test_settings_that_are_not_supported(cli, copy):
 @pytest.mark.parametrize("fields, size, context", [
     ({}, None, "256,"), ({}, 0, "256,"), ({}, 16, "16,"),
     ({}, 257, "257 (beyond the model's 256: expect nonsense there),"),
-    (dict(max_position_embeddings=5000), None, "4096,"), (dict(max_position_embeddings=5000), 0, "5000,"),
+    (dict(max_position_embeddings=5000), None, "5000,"), (dict(max_position_embeddings=9999), None, "8192,"),
+    (dict(max_position_embeddings=5000), 0, "5000,"),
     (dict(model_type="mistral", max_position_embeddings=8192), None, "4096,"),
     (dict(model_type="mistral", sliding_window=99), 99, "99,"),
     (dict(model_type="mistral", sliding_window=None), 5000, "5000 (beyond the model's 256: "),
 ])  # fmt: skip
 def test_size_of_the_context(cli, copy, fields, size, context):
-    """If none is given, the model's own, but at most 4096; of 0, the model's own, however large."""
+    """If none is given, the model's own, but at most 8192; of 0, the model's own, however large."""
     edit(copy / "config.json", **fields)
     flags = [] if size is None else ["-c", size]
     code, _, err = cli("-m", copy, "-p", "Once", "-n", 1, *flags)
@@ -356,12 +357,13 @@ def test_flags_that_are_not_given():
     expected = dict(
         n_predict=-1, stop=[], ignore_eos=False, no_escape=False, min_p=None, repeat_last_n=None,
         temp=None, top_k=None, top_p=None, repeat_penalty=None, ctx_size=None, dtype="auto",
+        json_schema=None, grammar=None,
         format=None, kv_fp8=False, device="auto", threads=None, lookup=None, draft_max=4,
         mode="text", output="text", quiet=False, model=str(cli_module.DEFAULT_MODEL),
     )  # fmt: skip
     assert {name: args[name] for name in expected} == expected
     usual = dict(temp=0.8, top_k=40, top_p=0.95, min_p=0.05, repeat_penalty=1, repeat_last_n=64)
-    assert vars(Sampling()) == usual | {"seed": 0}
+    assert vars(Sampling()) == usual | dict(presence_penalty=0, frequency_penalty=0, seed=0)
     seeds = {run.parse_args(flags).seed for flags in ([], [], ["-s", "-1"], ["-s", "-1"])}
     assert len(seeds) == 4 and min(seeds) >= 0, "a random seed is another one each time"
     assert run.parse_args(["--fp8"]).format == "e4m3"
@@ -369,7 +371,8 @@ def test_flags_that_are_not_given():
     zeros = "--temp 0 --top-k 0 --top-p 0 --min-p 0 --repeat-last-n 0 -s 0 -n 0 -p x".split()
     names = ("temp", "top_k", "top_p", "min_p", "repeat_last_n", "seed")
     assert run.sampling_flags(run.parse_args(zeros)) == dict.fromkeys(names, 0)
-    assert run.text_options(run.parse_args(zeros)) == dict(n=0, stop=[], ignore_eos=False)
+    options = dict(n=0, stop=[], ignore_eos=False, schema=None)
+    assert run.text_options(run.parse_args(zeros)) == options
     words = r"--no-escape --chat -p \n -sys \n --stop \n".split()
     literal = run.parse_args(words)
     assert literal.prompt == literal.system == r"\n" and literal.stop == [r"\n"]
@@ -384,6 +387,7 @@ def test_flags_that_are_not_given():
     (run.main, "--int4 --fp8", "both say"),
     (run.main, "--lookup 2 --draft x", "--lookup and --draft both propose tokens; use one"),
     (run.main, "--chat -sys a -sysf b", "both give a system prompt; use one"),
+    (run.main, "-p a -j {} --grammar-file b", "--json-schema and --grammar-file both say what the text has to be"),
     (run.main, "-p a -f b", "--prompt and --file both give a prompt; use one"),
     (run.main, "--draft-max 8 -p a", "--draft-max is for --draft"),
     (run.main, "--seed 1e99", "-s/--seed: 1e99: must be a whole number "),
@@ -431,9 +435,9 @@ def test_ids_beyond_the_vocabulary(cli, copy):
     edit(copy / "generation_config.json", bos_token_id=-7, eos_token_id=[2, 9999])
     code, _, said = cli("-m", copy, "-p", "a", "-n", 1)
     assert code == 0
-    for name in "config.json: bos_token_id is -7;", "config.json: eos_token_id is [2, 9999];":
+    for name in "config.json: bos_token_id is -7,", "config.json: eos_token_id is [2, 9999],":
         [line] = [line for line in said.splitlines() if name in line]
-        assert line.startswith("note: ") and line.endswith("does not have are ignored")
+        assert line.startswith("note: ") and line.endswith("others are ignored")
     assert cli("-m", copy, "-p", "a", "-n", 1, "--quiet")[2] == ""
 
 
@@ -462,7 +466,9 @@ def test_errors_with_and_without_their_traceback(cli, tiny, tmp_path, monkeypatc
     assert code == 1 and out == "" and err.startswith("Traceback")
     assert re.search(r"\nFileNotFoundError: .+\n$", err)
     monkeypatch.setattr("loading.place.free_memory", lambda device: 1_000_000)
-    assert_refused(cli("-m", tiny, "-p", "a"), "weights", "cache of 256 tokens", "smaller ctx_size")
+    assert_refused(
+        cli("-m", tiny, "-p", "a"), "weights", "cache of 256 tokens", "a ctx_size of at most "
+    )
 
 
 @pytest.mark.parametrize("script", ["run.py", "bench.py"])
