@@ -70,7 +70,7 @@ def error_body(error: HTTPException) -> dict:
     code = getattr(error, "code", HTTPStatus(error.status_code).name.lower())
     param = getattr(error, "param", None)
     said = dict(message=one_line(error.detail), type=kind, code=code, param=param)
-    return {"type": "error", "error": said}
+    return {"error": said, "type": "error"}
 
 
 # ---- what answers have in common

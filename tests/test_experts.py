@@ -65,7 +65,7 @@ def test_products_with_experts_do_not_depend_on_launch_sizes(sizes, monkeypatch)
 @pytest.mark.parametrize("form", [INT4, E4M3, others.Q4_K], ids=lambda form: form.name)
 def test_numbers_of_slots(form):
     """Experts that nobody chose, and blocks of slots that are just full or one more."""
-    E, C, F, dtype = 7, 256, 128, torch.float16
+    E, C, F, dtype = 7, 256, 256, torch.float16
     counts = [0, 1, 15, 16, 17, 300 if ON_GPU else 40, 2]
     T = sum(counts)
     ids = torch.arange(E, dtype=torch.int32).repeat_interleave(torch.tensor(counts))
