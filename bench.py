@@ -559,6 +559,7 @@ def run_perplexity(args: argparse.Namespace) -> None:
             )
         plain = dict(dtype=args.against, format=None, kv_fp8=False, accumulate="fp32")
         against = open_checkpoint(args, **options | plain)
+    note(f"{model.backend} ops on {device_name(model.device, args.ranks)}")
     parts = []
     total, done = 0.0, 0
     with tqdm(total=count, unit=" tokens", disable=None, leave=False) as bar:

@@ -39,7 +39,7 @@ and derive strides from shapes.
 One op is one block: formula and shapes, the reference, the kernel or the epilogue, the launcher.
 `reference` (--backend torch) has the functions whose names end in _ref. It runs on any torch
 device: it is the CPU path, and the oracle in tests. `fused` (--backend triton) runs on CUDA, and on
-CPU tensors when TRITON_INTERPRET=1. README.md says what else an op needs. Products that launch.json
+CPU tensors when TRITON_INTERPRET=1. MANUAL.md says what else an op needs. Products that launch.json
 does not list take its default sizes."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton

@@ -651,7 +651,7 @@ def work(pipe: Connection | None, args: argparse.Namespace, ranks: Ranks) -> int
         host = f"[{args.host}]" if ":" in args.host else args.host
         cli.note(f"model     {session.model.checkpoint.folder}")
         cli.note(
-            f"running   {session.types()}, context {session.ctx_size}"
+            f"running   {session.types()} on {session.model.device}, context {session.ctx_size}"
             f" for each of {args.parallel} texts"
         )
         cli.note(f"serving   http://{host}:{args.port}/v1 (Ctrl-C ends it)")

@@ -420,6 +420,18 @@ MUTANTS = [
     ),
     Mutant(
         "loading/place.py",
+        "if hidden or not Path(sign).exists():",
+        "if not Path(sign).exists():",
+        "gpu_that_torch_does_not_see",
+    ),
+    Mutant(
+        "talk/cli.py",
+        'note(f"note: {one_line(str(message))}")',
+        'note(f"{one_line(str(message))}")',
+        "gets_one_line",
+    ),
+    Mutant(
+        "loading/place.py",
         "    ctx_size = ctx_size or config.max_seq_len",
         "    ctx_size = ctx_size or min(config.max_seq_len, 4096)",
         "size_of_the_context",

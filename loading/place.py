@@ -4,7 +4,10 @@ backend, and whether it fits there."""
 from __future__ import annotations
 
 import math
+import os
 import re
+import shutil
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,9 +107,12 @@ def place(
 
 
 def pick_device(name: str = "auto", ranks: Ranks = Ranks()) -> torch.device:
-    """With several processes on a host, each takes the GPU of its local rank. Raises ValueError."""
+    """With several processes on a host, each takes the GPU of its local rank. Warns of a GPU that torch
+    cannot use. Raises ValueError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+        if name == "cpu" and (unused := unused_gpu()):
+            warnings.warn(f"{unused}; this runs on the CPU", stacklevel=1)
     if not re.fullmatch(r"cpu|cuda(:\d+)?", str(name)):
         raise ValueError(f"unknown device {name!r}: cpu, cuda or cuda:N")
     device = torch.device(name)
@@ -121,10 +127,26 @@ def pick_device(name: str = "auto", ranks: Ranks = Ranks()) -> torch.device:
         index = ranks.local_rank
     count = torch.cuda.device_count()
     if index >= count:
-        raise ValueError(f"device cuda:{index} was asked for, but torch sees {count} CUDA devices")
+        asked = f"device cuda:{index} was asked for"
+        unused = "" if count else unused_gpu()
+        raise ValueError(f"{asked}, but {unused or f'torch sees {count} CUDA devices'}")
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)  # where Triton launches
     return device
+
+
+def unused_gpu() -> str:
+    """What to do about a GPU of this machine that torch does not see. Returns "" if there is no sign of
+    one, or if CUDA_VISIBLE_DEVICES hides it."""
+    sign = shutil.which("nvidia-smi") or "/dev/nvidia0"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if hidden or not Path(sign).exists():
+        return ""
+    remedy = "is made for CPUs alone: `make clean run` installs the one for GPUs"
+    if cuda := torch.version.cuda:
+        remedy = f"is made for CUDA {cuda}: CUDA 13 needs a driver of version 580 or later"
+        remedy += ", and nvidia-smi shows yours"
+    return f"torch sees no GPU, although there is {sign}: torch {torch.__version__} {remedy}"
 
 
 def pick_dtype(

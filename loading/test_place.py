@@ -1,7 +1,9 @@
 """Tests of loading/place.py."""
 
 import re
+import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -127,3 +129,29 @@ def test_where_the_kernels_run(monkeypatch):
     monkeypatch.setattr(launch, "INTERPRETED", False)
     with pytest.raises(ValueError, match="set TRITON_INTERPRET=1"):
         place.pick_backend("triton", cpu)
+
+
+def test_a_gpu_that_torch_does_not_see(monkeypatch, tmp_path):
+    """Whoever asks for no device is told what to do, and gets the CPU."""
+    tool = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda p: str(p) != "/dev/nvidia0" and exists(p))
+    assert place.unused_gpu() == ""
+    tool.touch(0o755)
+    told = rf"although there is {tool}: torch \S+ is made for CUDA 13.0: CUDA 13 needs a driver"
+    with pytest.warns(UserWarning, match=f"{told}.* 580 or later.*; this runs on the CPU$"):
+        assert place.pick_device() == torch.device("cpu")
+    with pytest.raises(ValueError, match=f"cuda:0 was asked for, but torch sees no GPU, {told}"):
+        place.pick_device("cuda")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert place.unused_gpu().endswith("for CPUs alone: `make clean run` installs the one for GPUs")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with warnings.catch_warnings(action="error"):
+        assert place.pick_device() == torch.device("cpu")
+    with pytest.raises(ValueError, match="but torch sees 0 CUDA devices$"):
+        place.pick_device("cuda")

@@ -148,6 +148,8 @@ def exit_code(work: Callable[..., int], args: argparse.Namespace) -> int:
     from ranks.processes import Ranks
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # of whatever library, in one line like ours
+    warnings.showwarning = lambda message, *_: note(f"note: {one_line(str(message))}")
     ranks = Ranks.of_torchrun()
     try:
         if args.ignored and not vars(args).get("quiet"):
@@ -481,15 +483,14 @@ def settle_model(args: argparse.Namespace) -> None:
 
 def set_environment(args: argparse.Namespace) -> None:
     """Set what libraries read from the environment when they are imported: whether Triton
-    interprets kernels, which it does on a CPU, and whether huggingface_hub shows its progress; and
-    how warnings are shown."""
+    interprets kernels, which it does on a CPU, and whether huggingface_hub shows its progress."""
     import torch
 
-    # of whatever library, in one line like ours
-    warnings.showwarning = lambda message, *_: note(f"note: {one_line(str(message))}")
     if args.quiet:
         warnings.simplefilter("ignore")
-    on_cpu = args.device == "cpu" or args.device == "auto" and not torch.cuda.is_available()
+    on_cpu = args.device == "cpu"
+    if args.device == "auto" and args.backend == "triton":  # only then, since torch may warn
+        on_cpu = not torch.cuda.is_available()
     if args.backend == "triton" and on_cpu:
         os.environ["TRITON_INTERPRET"] = "1"
     if args.quiet:

@@ -3,11 +3,13 @@
 import io
 import itertools
 import json
+import os
 import random
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -496,6 +498,47 @@ def test_machine_without_torch(tmp_path):
     shown = in_shell(command, stdin=subprocess.DEVNULL)
     result = (shown.returncode, shown.stdout, shown.stderr)
     assert_refused(result, "pip install -r requirements.txt")
+
+
+def test_a_gpu_that_torch_does_not_see_gets_one_line(tiny, tmp_path, monkeypatch, capfd):
+    (tmp_path / "nvidia-smi").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run_on = caller(run.main, monkeypatch, capfd, "--device")
+    rest = ("-m", tiny, "-p", "a", "-n", 1)
+    code, _, err = run_on("auto", *rest)
+    first, *lines = err.splitlines()
+    assert code == 0 and first.startswith("note: torch sees no GPU, although there is")
+    assert first.endswith("; this runs on the CPU") and " on cpu, " in err
+    assert not any("GPU" in line for line in lines)
+    assert "GPU" not in run_on("cpu", *rest)[2]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+@pytest.mark.parametrize("version", [(3, 10), (3, 11), (3, 13), (3, 14)])
+def test_make_wants_a_python_that_torch_knows(tmp_path, version):
+    """One line says so, before anything is set up."""
+    shutil.copy(HERE / "Makefile", tmp_path)
+    (tmp_path / "requirements.txt").touch()
+    python = tmp_path / "python3.x"
+    python.write_text(
+        f"""#!/bin/sh
+        [ "$1" = -c ] || {{ echo "ran $*"; exit 1; }}
+        exec "{sys.executable}" -c "import sys; sys.version_info = (*{version}, 4, 'final', 0); $2"
+        """
+    )
+    python.chmod(0o755)
+    unset = "unset MAKEFLAGS MFLAGS MAKELEVEL MAKEOVERRIDES"
+    done = in_shell(f"{unset}; make chat PYTHON=./python3.x", cwd=tmp_path)
+    said, *rest = done.stderr.splitlines()
+    if version in ((3, 11), (3, 13)):
+        assert "ran -m venv .venv\n" in done.stdout and "error: " not in done.stderr
+        return
+    found = f"./python3.x is Python {version[0]}.{version[1]}"
+    remedy = "make chat PYTHON=python3.12"
+    assert said == f"error: {found}, but 3.11 to 3.13 is needed: {remedy}"
+    assert done.stdout == "" and len(rest) == 1, "only make's own line follows"
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")

@@ -661,7 +661,7 @@ def test_serve_ends_at_once():
         with pytest.raises((http.client.IncompleteRead, ConnectionError)):
             answer.read()
         assert eventually(lambda: not served.reader.is_alive()), "no other process has its stderr"
-        assert len(served.lines) == 4
+        assert len(served.lines) == 4 and " on cpu, context " in served.lines[1]
 
 
 def test_serve_ends_if_nobody_can_be_answered():
