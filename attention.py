@@ -54,7 +54,7 @@ class LayerView(Protocol):
     """What ops read of a layer's weights."""
 
     index: int
-    attention_norm: Tensor
+    attention_norm: Tensor | None
     wqkv: Matrix
     qk_norm: Tensor | None
     ffn_norm: Tensor
@@ -91,6 +91,8 @@ class PassView(Protocol):
     norm_eps: float
     experts_per_token: int
     norm_topk: bool
+    # Where to keep what enters a layer: its index, and memory for that, [T, C]
+    kept: tuple[tuple[int, Tensor], ...]
     scratch: Scratch
 
 

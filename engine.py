@@ -31,7 +31,7 @@ from model import Llama, not_finite
 from passes import MOST_TEXTS, Moment, Pass, Passes, Segment, Wish
 from products import MAX_FEW
 from sampling import Sampling, mask_without
-from speculation.proposals import Proposer, agreeing
+from speculation.proposals import Chain, Proposer, agreeing
 
 if TYPE_CHECKING:
     from constraints import Constraint
@@ -55,6 +55,9 @@ class Timings:
     new_tokens: int = 0
     steps: int = 0  # new tokens except the first of each text, whose time counts as the prompt's
     step_seconds: float = 0.0
+    passes: int = 0  # that evaluated the text's last token, with proposals for what follows it
+    proposed: int = 0  # tokens
+    accepted: int = 0
 
     def __add__(self, other: Timings) -> Timings:
         return Timings(*(a + b for a, b in zip(astuple(self), astuple(other))))
@@ -189,10 +192,10 @@ class Slot:
 
 class Row(NamedTuple):
     """A sequence's part of a pass that samples: the position of its first row there, and what was
-    proposed to follow it."""
+    proposed to follow it. Where the device has proposed, only the device knows either."""
 
     sequence: Sequence
-    start: int
+    start: int | None
     proposals: list[int] = []
 
 
@@ -208,6 +211,8 @@ class Launched:
     scores: tuple[Tensor, Tensor, Tensor] | None = None
     writes: bool = False  # it evaluated no prompt
     waited: bool = False  # the device was idle while proposals were looked for
+    # What the device proposed to follow each row, and what it drew there: int32 [2, texts, rows]
+    verified: Tensor | None = None
 
 
 class Engine:
@@ -224,6 +229,7 @@ class Engine:
         V = model.config.vocab_size
         self.slots = [Slot(i * self.cache.run, V, model.device) for i in range(parallel)]
         self.proposer: Proposer | None = None
+        self._chain: Chain | None = None  # in which the device goes on with texts by itself
         self.waiting: deque[Sequence] = deque()  # in order of arrival
         self.running: list[Sequence] = []  # those with a slot
         self._launched: deque[Launched] = deque()
@@ -333,6 +339,8 @@ class Engine:
             self.cache.copy(best.first, slot.first, common)
             if known:
                 slot.prompt_logits.copy_(best.prompt_logits)
+        if self.proposer:
+            common = self.proposer.reuse(best.first, slot.first, common)
         if known:
             slot.prompt = prompt
         self._uses += 1
@@ -364,7 +372,7 @@ class Engine:
                 self.passes.evaluate_prompt(part[:count], sequence.pos, slot.first)
                 sequence.pos += count
             sequence.placed = sequence.pos
-            if sequence.pos == len(prompt):
+            if sequence.pos == len(prompt) and slot.prompt != prompt:
                 slot.prompt = prompt
                 slot.prompt_logits.copy_(self.passes.logits[:1])
             if sequence.progress:
@@ -416,13 +424,18 @@ class Engine:
         """Evaluate the last token of each text, and sample the next one."""
         begun = Moment(self.model.device)
         proposals: list[list[int]] = []
-        waited = False
-        if self.proposer and all(s.plain for s in sequences) and self.proposer.ready():
-            waited = self.model.uses_graphs
+        proposer = self.proposer
+        proposes = bool(proposer) and all(s.plain for s in sequences) and proposer.ready()
+        if proposes and (chain := self._chain_of(sequences)):
+            self._verify(sequences, chain)
+            return
+        if proposes or self._chain:
+            self._chain = None
             self._read_all_but(0)  # the last tokens have to be known
             sequences = [s for s in sequences if not s.finished]
             if not sequences:
                 return
+        if proposes:
             proposals = self._proposals(sequences)
         N = self.passes.segments(len(sequences))
         rows = [Row(s, s.pos) for s in sequences]
@@ -454,14 +467,62 @@ class Engine:
                 s.placed = s.pos + 1
             pass_.expected = [s.pos for s in sequences]
         ended = Moment(self.model.device)
+        waited = proposes and self.model.uses_graphs
         self._launch(Launched(begun, ended, sequences, rows, scores, True, waited))
         if longest > 1:
             self._read_all_but(0)
 
+    def _chain_of(self, sequences: list[Sequence]) -> Chain | None:
+        """The chain in which the device itself proposes for these texts. Returns None if the proposer
+        has none, or where the context may have no room: what the host knows of a text may be a pass
+        behind, and the device is to be another one ahead."""
+        count = self._proposals_each(sequences)
+        longest = max(s.pos for s in sequences)
+        if count < 1 or longest + 3 * (1 + count) > self.size:
+            return None
+        return self.proposer.chain(self.passes.segments(len(sequences)), count)
+
+    def _verify(self, sequences: list[Sequence], chain: Chain) -> None:
+        """Evaluate the last token of each text with what a head has proposed to follow it, and let the
+        head propose again. As long as the texts stay the same, the device does not wait for the host,
+        which is a pass behind."""
+        goes_on = chain is self._chain and chain.sequences == sequences
+        self._chain = None  # should anything interrupt this
+        if not goes_on:
+            self._read_all_but(0)
+            if any(s.finished for s in sequences):
+                return
+            self._begin(sequences, chain)
+        begun = Moment(self.model.device)
+        self.passes.run(("verify", chain.switches), chain, chain.verify)
+        verified = chain.found.to("cpu", non_blocking=True, copy=True)
+        ended = Moment(self.model.device)
+        waited = self.model.uses_graphs and not goes_on
+        rows = [Row(s, None) for s in sequences]
+        self._launch(Launched(begun, ended, sequences, rows, None, True, waited, verified))
+        self._chain = chain
+
+    def _begin(self, sequences: list[Sequence], chain: Chain) -> None:
+        """Let a head propose what follows these texts, once it has evaluated what it lacks of them; for
+        that, the model has to do the same."""
+        for s in sequences:
+            first = s.slot.first
+            known = self.proposer.evaluated(first)
+            if known < s.pos:
+                self.passes.prefill(s.ids[known : s.pos], known, first)
+            self.passes.put(first + s.placed, s.ids[s.placed : s.pos + 1])
+        chain.take(sequences)
+        for pass_, wishes in chain.sampling:
+            self.passes.settle(pass_, wishes)
+        self.passes.run(("propose", chain.switches), chain, chain.propose)
+
+    def _proposals_each(self, sequences: list[Sequence]) -> int:
+        """How many proposals each of these texts may have: as many as a pass of a few tokens takes."""
+        return min(self.proposer.n, MAX_FEW // self.passes.segments(len(sequences)) - 1)
+
     def _proposals(self, sequences: list[Sequence]) -> list[list[int]]:
-        """What may follow each text: as much as one pass of a few tokens takes, and the context has
-        room for."""
-        count = min(self.proposer.n, MAX_FEW // self.passes.segments(len(sequences)) - 1)
+        """What may follow each text, as far as the context has room for it."""
+        count = self._proposals_each(sequences)
         if count < 1 or any(s.pos + 1 + count >= self.size for s in sequences):
             return [[] for _ in sequences]
         return [self.proposer.propose(s, count) for s in sequences]
@@ -513,18 +574,25 @@ class Engine:
         seconds = launched.ended.since(launched.begun)
         for s in launched.sequences:
             s.busy += seconds
-        accepted = 0
+        texts = proposed = accepted = 0
         for i, (s, start, proposals) in enumerate(launched.rows):
             if s.finished:
                 continue
-            place = s.slot.first + start + 1
-            drawn = self.cache.drawn[place : place + 1 + len(proposals)].tolist()
+            if launched.verified is None:
+                place = s.slot.first + start + 1
+                drawn = self.cache.drawn[place : place + 1 + len(proposals)].tolist()
+            else:
+                (*proposals, _), drawn = launched.verified[:, i].tolist()
+                if start is None:
+                    start = s.pos
+                    launched.rows[i] = Row(s, start)  # should Ctrl-C come
             count = agreeing(proposals, drawn)
             if s.pos == start:  # with proposals: what counts is known only now
                 s.pos += count + 1
                 s.placed = s.pos
                 s.drawn += count + 1
-            accepted += count
+                if launched.verified is not None:
+                    self.proposer.note(s.slot.first, s.pos)
             scores = None
             if launched.scores and s.scores is not None:
                 indices, values, own = (t[i].tolist() for t in launched.scores)
@@ -534,8 +602,14 @@ class Engine:
                 self._guarded(s, self._take, s, token, scores)
                 if s.finished:
                     break
-        if self.proposer and launched.writes:
-            self.proposer.record(launched, accepted, seconds)
+            s.timings.passes += launched.writes
+            s.timings.proposed += len(proposals)
+            s.timings.accepted += count
+            texts += 1
+            proposed += len(proposals)
+            accepted += count
+        if self.proposer and launched.writes and texts:
+            self.proposer.record(texts, proposed, accepted, seconds, launched.waited)
 
     def _take(self, s: Sequence, token: int, score: Score | None) -> None:
         """A token of a text has been read."""

@@ -104,6 +104,48 @@ def embedding(table: Tensor, pass_: PassView) -> Tensor:
     return out
 
 
+# ---- side_by_side: [rmsnorm(table[tokens[place]]), rmsnorm(state)], what a head's attention reads
+#      (speculation/heads.py). table [V, C], norms [2, C], state [T, C] -> [T, 2 C]
+
+
+def side_by_side_ref(table: Tensor, norms: Tensor, state: Tensor, pass_: PassView) -> Tensor:
+    halves = zip((embedding_ref(table, pass_), state), norms)
+    return torch.cat([rmsnorm_ref(x, norm, pass_.norm_eps) for x, norm in halves], 1)
+
+
+@jit
+def _side_by_side_kernel(
+    tokens, place, table, norms, state, out, eps,
+    C: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    gdc_launch_dependents(PDL)
+    t, half = tl.program_id(0), tl.program_id(1)
+    offs_c = tl.arange(0, BLOCK)
+    mask = offs_c < C
+    weights = tl.load(norms + half * C + offs_c, mask=mask, other=0.0).to(tl.float32)
+    at = tl.load(place + t)
+    gdc_wait(PDL)
+    if half == 0:
+        token = tl.load(tokens + at).to(tl.int64)
+        y = tl.load(table + token * C + offs_c, mask=mask, other=0.0).to(tl.float32)
+    else:
+        y = tl.load(state + t.to(tl.int64) * C + offs_c, mask=mask, other=0.0).to(tl.float32)
+    y = y * tl.rsqrt(tl.sum(y * y) / C + eps) * weights
+    pointers = out + (t.to(tl.int64) * 2 + half) * C + offs_c
+    tl.store(pointers, y.to(out.dtype.element_ty), mask=mask)
+
+
+def side_by_side(table: Tensor, norms: Tensor, state: Tensor, pass_: PassView) -> Tensor:
+    T, C = state.shape
+    assert norms.shape == (2, C) and table.shape[1] == C, (table.shape, norms.shape, state.shape)
+    out = state.new_empty(T, 2 * C)
+    block = triton.next_power_of_2(C)
+    args = (pass_.tokens, pass_.place, table, norms, state, out, pass_.norm_eps)
+    warps = min(16, max(1, block // 512))
+    launch(_side_by_side_kernel, (T, 2), out.device, *args, C=C, BLOCK=block, warps=warps)
+    return out
+
+
 # ---- rope: pairs of neighbours (x[2i], x[2i+1]) rotated by an angle  (Su et al., 2021)
 #      x [T, H, D] -> [T, H, D]. table [size, D/2, 2] float32: cosine and sine by position and pair
 
@@ -167,6 +209,7 @@ def _rope_kernel(
 # ---- rmsnorm_qkv_rope: q, k, v = split(rmsnorm(x) Wqkv^T + bias); q, k = rope(q), rope(k)
 #      x [T, C], wqkv [(H + 2 KH) D, C] -> q [T, H, D]; k and v go to the cache, at place
 #
+#      A layer without attention_norm gets an x that has been normalised.
 #      Qwen3 has qk_norm [2, D]: before rope, each head of q is normalised with the first row as
 #      the weight of rmsnorm, each head of k with the second.
 #      Keys and values in int8 are E4M3 codes without a scale: magnitudes up to 448, with three bits
@@ -177,8 +220,9 @@ def rmsnorm_qkv_rope_ref(x: Tensor, layer: LayerView, pass_: PassView) -> Tensor
     T = len(x)
     k_cache, v_cache = pass_.k[layer.index], pass_.v[layer.index]
     KH, _, D = k_cache.shape
-    qkv = linear_ref(rmsnorm_ref(x, layer.attention_norm, pass_.norm_eps), layer.wqkv)
-    qkv = qkv.view(T, -1, D)
+    if layer.attention_norm is not None:
+        x = rmsnorm_ref(x, layer.attention_norm, pass_.norm_eps)
+    qkv = linear_ref(x, layer.wqkv).view(T, -1, D)
     H = qkv.shape[1] - 2 * KH
     qk = qkv[:, : H + KH]
     if layer.qk_norm is not None:
@@ -439,11 +483,12 @@ def rmsnorm_linear(
 
 
 # ---- the table of ops: the reference of each, and the fused one. model.py calls all of them but
-#      rmsnorm, which is here for the tests and for dev/kernels.py, and linear_store, a prompt's
-#      product for ranks/exchange.py
+#      rmsnorm and side_by_side, which heads need, and linear_store, a product of heads, and a
+#      prompt's for ranks/exchange.py
 
 OPS = {
     "embedding": (embedding_ref, embedding),
+    "side_by_side": (side_by_side_ref, side_by_side),
     "rmsnorm": (rmsnorm_ref, rmsnorm),
     "rmsnorm_qkv_rope": (rmsnorm_qkv_rope_ref, rmsnorm_qkv_rope),
     "attention": (attention_ref, attention),

@@ -110,7 +110,7 @@ class Config:
 class LayerWeights:
     """The tensors of a layer. A matrix brings its bias, if its products have one."""
 
-    attention_norm: Tensor  # [C]
+    attention_norm: Tensor | None  # [C]; None in a head, see speculation/heads.py
     wqkv: Matrix  # [(H + 2 KH) D, C]: wq, wk, wv stacked
     wo: Matrix  # [C, H D]
     ffn_norm: Tensor  # [C]
@@ -212,6 +212,9 @@ class Llama:
         ops, w = self.ops, self.weights
         x = ops.embedding(w.embedding, pass_)
         for layer in w.layers:
+            for index, kept in pass_.kept:
+                if index == layer.index:
+                    kept.copy_(x)
             q = ops.rmsnorm_qkv_rope(x, layer, pass_)
             x = ops.linear_add(ops.attention(q, layer, pass_), layer.wo, x)
             routes = ops.route(x, layer, pass_)

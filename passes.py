@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -111,9 +111,8 @@ class Pass:
         self.longest = T // N
         self.feeds = self.longest == 1 or one_row
         self._now_and_step = torch.zeros(2, 2 * T + 4 * N, dtype=torch.int32, device=device)
-        self.now, self._step = self._now_and_step
-        self.place, self.position, segments = self.now.split([T, T, 4 * N])
-        self.segments = segments.view(N, 4)
+        self._step = self._now_and_step[1]
+        self.lie_in(self._now_and_step[0], T, N)
         self.rows: Tensor | None = None
         if one_row:
             self.rows = torch.zeros(1, dtype=torch.int64, device=device)
@@ -129,11 +128,18 @@ class Pass:
         self.drawn = cache.drawn
         self.k = cache.keys.unbind()
         self.v = cache.values.unbind()
+        self.kept: tuple[tuple[int, Tensor], ...] = ()
         self.rope = cache.rope
         self.scratch = cache.scratch
         self.norm_eps = model.config.norm_eps
         self.experts_per_token = model.config.experts_per_token
         self.norm_topk = model.config.norm_topk
+
+    def lie_in(self, now: Tensor, T: int, N: int) -> None:
+        """Have this memory, int32 [2 T + 4 N], for where the rows lie."""
+        self.now = now
+        self.place, self.position, segments = now.split([T, T, 4 * N])
+        self.segments = segments.view(N, 4)
 
     def take(self, segments: list[Segment]) -> None:
         """Evaluate these next. The rows that they leave are padding: of a prompt, copies of nothing at a
@@ -198,6 +204,16 @@ class Moment:
         return self.time - start.time
 
 
+class Follower(Protocol):
+    """Who goes on from the model's hidden states: speculation/heads.py."""
+
+    def kept(self, T: int) -> tuple[tuple[int, Tensor], ...]:
+        """Memory for those of a pass of T tokens: PassView.kept."""
+
+    def follow(self, pass_: Pass, first: int, start: int, count: int) -> None:
+        """A pass has evaluated so many tokens of a prompt, from the position `start` on."""
+
+
 class Passes:
     """The passes over the cache of one model. On a GPU each is a replay of a CUDA graph, which is captured
     the first time."""
@@ -211,6 +227,7 @@ class Passes:
         # of the pass that was evaluated last; of a prompt, those of its last token
         most = max(MAX_FEW, self.segments(slots))
         self.logits = torch.zeros(most, model.config.vocab_size, device=model.device)
+        self.follower: Follower | None = None
         self._passes: dict[tuple[int, int, bool], Pass] = {}
         self._pool: tuple[int, int] | None = None  # memory that all graphs share
 
@@ -225,6 +242,8 @@ class Passes:
         key = (T, N, one_row)
         if key not in self._passes:
             self._passes[key] = Pass(self.model, self.cache, T, N, one_row, self.logits)
+            if one_row and self.follower:
+                self._passes[key].kept = self.follower.kept(T)
         return self._passes[key]
 
     def segments(self, texts: int) -> int:
@@ -328,6 +347,8 @@ class Passes:
             self.model.forward(pass_, pass_.logits)
 
         self.run(("prompt",), pass_, run)
+        if self.follower:
+            self.follower.follow(pass_, first, start, len(ids))
 
     # Sequences by hand: for drafts, scores, measurements and perplexity
 

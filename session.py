@@ -32,6 +32,8 @@ from passes import Passes
 from ranks.processes import Ranks
 from sampling import Sampling
 from settings import SETTINGS, Options
+from speculation.head_file import HeadFile, find_head
+from speculation.heads import Head
 from speculation.proposals import Draft, Lookup
 from tokenizer import THINK, THOUGHT, Prompt, TextStream, Tokenizer
 
@@ -256,6 +258,7 @@ class Session:
         lookup: int | None = None,
         draft: str | None = None,
         draft_max: int = 4,
+        draft_always: bool = False,
         quiet: bool = False,
         ranks: Ranks = Ranks(),
         **options,
@@ -263,8 +266,10 @@ class Session:
         """model: a folder, a GGUF file, or a repository of the hub. options: how it is run, see
         settings.Options; dtype may also be torch's. sampling, quiet and ranks: see
         checkpoint.load. chat_template: a name or a file, instead of the checkpoint's own. lookup:
-        propose so many tokens from earlier in the text. draft: a smaller model, which proposes
-        draft_max tokens. Raises ValueError, OSError or MemoryError with a message of one line."""
+        propose so many tokens from earlier in the text. draft: a smaller model, or a head that was
+        trained for this one, which proposes draft_max tokens. draft_always: also where proposals
+        cost more time than they save. Raises ValueError, OSError or MemoryError with a message of
+        one line."""
         start = time.perf_counter()
         if "dtype" in options:
             options["dtype"] = dtype_name(options["dtype"])
@@ -282,10 +287,12 @@ class Session:
         # Ranks would disagree about when proposals pay off
         if (lookup or draft) and ranks.size > 1:
             raise ValueError(f"lookup and draft run in one process, not in {ranks.size}")
-        proposer = None
-        if draft:
-            proposer = open_checkpoint(draft)
-            check_draft(draft, proposer, self.tokenizer, config.vocab_size)
+        head = smaller = None
+        if draft and (folder := find_head(draft)):
+            head = HeadFile(folder, checkpoint.folder, config)
+        elif draft:
+            smaller = open_checkpoint(draft)
+            check_draft(draft, smaller, self.tokenizer, config.vocab_size)
         self.ranks = ranks
         options |= dict(sampling=sampling, quiet=quiet, ranks=ranks)
         self.model = load(checkpoint, **options)
@@ -296,10 +303,15 @@ class Session:
         self.ctx_size = self.engine.size  # positions of each text
         if lookup:
             self.engine.proposer = Lookup(lookup)
-        if proposer:
+        if head:
+            weights = head.load(self.model)
+            self.engine.proposer = Head(draft_max, self.engine.passes, weights)
+        if smaller:
             options["ctx_size"] = self.ctx_size  # as long as the model's
-            passes = Passes(load(proposer, **options), parallel)
+            passes = Passes(load(smaller, **options), parallel)
             self.engine.proposer = Draft(draft_max, passes, config.vocab_size)
+        if self.engine.proposer:
+            self.engine.proposer.always = draft_always
         self.sampling: Sampling = self.model.sampling  # the checkpoint's own
         self.timings = Timings()  # of all that was generated
         self.load_seconds = time.perf_counter() - start

@@ -109,6 +109,7 @@ def without_gaps(shape: tuple[int, ...]) -> tuple[int, ...]:
 TYPES = {  # by their names in safetensors; floats have the same names in GGUF
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32,
+    "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn,
 }  # fmt: skip
 HEADER_BYTES = 1 << 23  # the most in a safetensors file; enough for 80,000 tensors

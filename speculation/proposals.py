@@ -12,14 +12,17 @@ for that, texts go on by single tokens, and proposals are tried again only now a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
 
 from sampling import mask_without
 
 if TYPE_CHECKING:
-    from engine import Launched, Sequence
-    from passes import Passes
+    import torch
+    from torch import Tensor
+
+    from engine import Sequence
+    from passes import Pass, Passes, Wish
 
 MAX_PROPOSALS = 15  # per pass
 # The last tokens that are looked up: the longest run of them that occurred before, of these lengths
@@ -71,6 +74,29 @@ def agreeing(these: list[int], those: list[int]) -> int:
     return next(i for i in range(end) if these[i] != those[i])
 
 
+class Chain(Protocol):
+    """How the device goes on with N texts by itself: it evaluates their last tokens with n proposals,
+    samples, and proposes again."""
+
+    sequences: list[Sequence]
+    found: Tensor  # what was proposed to follow each row, and what was drawn: int32 [2, N, 1 + n]
+    sampling: list[tuple[Pass, list[Wish]]]  # passes that sample, and how: see Passes.settle
+    switches: tuple  # of these
+    # See Pass, as whose graphs these run
+    now: Tensor
+    logits: Tensor
+    graphs: dict[tuple, torch.cuda.CUDAGraph]
+
+    def take(self, sequences: list[Sequence]) -> None:
+        """Go on with these texts."""
+
+    def propose(self) -> None:
+        """Propose what may follow the texts."""
+
+    def verify(self) -> None:
+        """Evaluate what was proposed, and propose what may follow that."""
+
+
 class Proposer:
     """Proposes up to n tokens per pass for each text, and counts over all passes. Subclasses propose."""
 
@@ -80,6 +106,7 @@ class Proposer:
         self.pacer = Pacer()
         self.passes = self.proposed = self.accepted = 0
         self.held_off = 0  # passes without proposals because of the pacer
+        self.always = False  # whether it pays off or not
 
     def propose(self, sequence: Sequence, n: int) -> list[int]:
         """Returns n tokens that may follow a text, or an empty list."""
@@ -87,19 +114,38 @@ class Proposer:
 
     def ready(self) -> bool:
         """Whether the next pass may have proposals."""
-        ready = self.pacer.ready()
+        ready = self.always or self.pacer.ready()
         self.held_off += not ready and self.pacer.single > 0
         return ready
 
-    def record(self, launched: Launched, accepted: int, seconds: float) -> None:
-        """Take note of a pass: how many proposals of all its texts were accepted, and how long it
-        took."""
-        texts = len(launched.rows)
-        proposed = sum(len(row.proposals) for row in launched.rows)
+    def record(
+        self, texts: int, proposed: int, accepted: int, seconds: float, waited: bool
+    ) -> None:
+        """Take note of a pass: how many texts it had, how many proposals for all of them, how many of
+        these were accepted, and how long it took. waited: see Pacer.record."""
         self.passes += texts
         self.proposed += proposed
         self.accepted += accepted
-        self.pacer.record(proposed, accepted / texts, seconds, launched.waited)
+        self.pacer.record(proposed, accepted / texts, seconds, waited)
+
+    # What only a head does, which goes on from the model's hidden states, and on the device
+    # (speculation/heads.py). Texts are given by their first place in the cache
+
+    def chain(self, texts: int, n: int) -> Chain | None:
+        """How the device itself proposes n tokens for each of so many texts."""
+        return None
+
+    def reuse(self, source: int, target: int, count: int) -> int:
+        """A text begins with `count` tokens of another one, or of the one before it. Returns how many of
+        them need not be evaluated again."""
+        return count
+
+    def evaluated(self, first: int) -> int:
+        """How many tokens of a text need not be evaluated again."""
+        raise NotImplementedError
+
+    def note(self, first: int, count: int) -> None:
+        """A chain has evaluated a text up to so many tokens."""
 
     def summary(self) -> str:
         share = "none of 0"

@@ -195,6 +195,9 @@ def record(generation: Generation) -> dict:
         "prompt_seconds": prompt_seconds,
         "generation_seconds": timings.step_seconds,
         "tokens_per_s": tokens_per_s,
+        "passes": timings.passes,
+        "proposed_tokens": timings.proposed,
+        "accepted_tokens": timings.accepted,
     }
 
 

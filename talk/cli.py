@@ -449,9 +449,12 @@ def add_proposal_flags(add: Callable) -> None:
         help="propose up to N tokens that followed the last ones earlier in the text, and evaluate"
         " them in one pass")
     add("--draft", "-md", "--model-draft", metavar="MODEL",
-        help="the same with proposals from a smaller model of the same vocabulary")
+        help="the same with proposals from a smaller model of the same vocabulary, or from a head"
+        " that was trained for the model (EAGLE-3, in its own layout or in speculators')")
     add("--draft-max", type=within(int, 1, 15), default=4, metavar="N",
         help="how many tokens it proposes")
+    add("--draft-always", action="store_true",
+        help="propose also where that costs more time than it saves")
     # fmt: on
 
 
@@ -471,6 +474,8 @@ def model_contradiction(args: argparse.Namespace) -> str | None:
         return "--lookup and --draft both propose tokens; use one"
     if args.draft is None and "draft_max" in args.given:
         return "--draft-max is for --draft"
+    if args.draft_always and not (args.lookup or args.draft):
+        return "--draft-always is for --lookup and --draft"
     return None
 
 
@@ -508,6 +513,7 @@ def open_session(args: argparse.Namespace, ranks: Ranks) -> Session:
         lookup=args.lookup,
         draft=args.draft,
         draft_max=args.draft_max,
+        draft_always=args.draft_always,
         ranks=ranks,
         sampling=sampling_flags(args),
         **options_of(args),

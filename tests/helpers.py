@@ -657,6 +657,7 @@ def op_arguments(
     half = functools.partial(randn, dtype=dtype)
     return {
         "embedding": lambda: ((half(V, C), pass_), ()),
+        "side_by_side": lambda: ((half(V, C), half(2, C), x, pass_), ()),
         "rmsnorm": lambda: ((x, norm, 1e-5), ()),
         "rmsnorm_qkv_rope": lambda: ((x, qkv(), pass_), ("2.k", "2.v")),
         "attention": lambda: ((half(T, H, D), of_layer(), pass_), ()),
@@ -1454,6 +1455,7 @@ class OneAtATime(Llama):
                 alone.position = pass_.position[row : row + 1]
                 alone.segments = torch.tensor([[first, start + i, 0, 1]], dtype=torch.int32)
                 alone.longest, alone.rows = 1, None
+                alone.kept = [(layer, state[row : row + 1]) for layer, state in pass_.kept]
                 found = super().forward(alone, logits.new_empty(1, logits.shape[1]))
                 if row in wanted:
                     logits[wanted.index(row)] = found[0]

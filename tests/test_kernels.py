@@ -118,6 +118,7 @@ def test_op_equals_its_reference_with_bias_and_norms(dtype, heads, T, before, gu
     cases += [
         ("rmsnorm_qkv_rope", dict(qk_norm=qk_norm, biased=biased)) for biased in (False, True)
     ]
+    cases += [("rmsnorm_qkv_rope", dict(qk_norm=qk_norm, attention_norm=None))]  # as in heads
     for (op, extra), format in itertools.product(cases, (None, E4M3) if T < 17 else (None,)):
         # with what the one before left in scratch. Sums in half precision, which a GPU makes of a
         # token's packed products, leave an error that differs between draws

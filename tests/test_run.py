@@ -80,7 +80,8 @@ def test_what_is_said_of_a_run(tiny_session, tiny, monkeypatch):
     assert Session(tiny, device="cpu", **options).types() == types
     usage = SimpleNamespace(ru_maxrss=1_500_000)
     monkeypatch.setattr(run.resource, "getrusage", lambda who: usage)
-    timings = Timings(100, 0.5, new_tokens=21, steps=20, step_seconds=4.0)
+    counts = dict(passes=9, proposed=36, accepted=11)
+    timings = Timings(100, 0.5, new_tokens=21, steps=20, step_seconds=4.0, **counts)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 2_500_000_000)
     proposals = SimpleNamespace(summary=lambda: "proposals 3 passes")
     session = SimpleNamespace(
@@ -97,11 +98,12 @@ def test_what_is_said_of_a_run(tiny_session, tiny, monkeypatch):
     generation = SimpleNamespace(text="a", ended_by="eos", prompt_tokens=120, timings=timings)
     assert chat_module.record(generation) == dict(
         text="a", ended_by="eos", prompt_tokens=120, evaluated_tokens=100, new_tokens=21,
-        prompt_seconds=0.5, generation_seconds=4.0, tokens_per_s=5.0,
+        prompt_seconds=0.5, generation_seconds=4.0, tokens_per_s=5.0, passes=9, proposed_tokens=36,
+        accepted_tokens=11,
     )  # fmt: skip
     speed = "21 tokens, 5.0 tokens/s; prompt: 100 of 120 tokens evaluated in 0.50 s"
     assert chat_module.speed(generation) == speed
-    assert timings + timings == Timings(200, 1.0, 42, 40, 8.0)
+    assert timings + timings == Timings(200, 1.0, 42, 40, 8.0, 18, 72, 22)
     session.timings = generation.timings = Timings(100, 0.5, new_tokens=1)  # the prompt's own
     prompt, generated = run.closing(session).splitlines()[1:3]
     assert prompt == "prompt    100 tokens in 500.0 ms, 200.0 tokens/s"
@@ -358,7 +360,7 @@ def test_flags_that_are_not_given():
         n_predict=-1, stop=[], ignore_eos=False, no_escape=False, min_p=None, repeat_last_n=None,
         temp=None, top_k=None, top_p=None, repeat_penalty=None, ctx_size=None, dtype="auto",
         json_schema=None, grammar=None,
-        format=None, kv_fp8=False, device="auto", threads=None, lookup=None, draft_max=4,
+        format=None, kv_fp8=False, device="auto", threads=None, lookup=None, draft_max=4, draft_always=False,
         mode="text", output="text", quiet=False, model=str(cli_module.DEFAULT_MODEL),
     )  # fmt: skip
     assert {name: args[name] for name in expected} == expected
