@@ -11,9 +11,8 @@ The experts' matrices are a stack: they lie one after the other in one Matrix, w
 w2 [E C, F], where F is the hidden_dim of one expert. A slot is one of the k places of a token.
 Weights are applied to the hidden values, so that what follows is a plain sum over the slots.
 
-Read in this order: the router; the products, by products.py with up to 16 tokens where launch.json
-has sizes, otherwise by the kernel here; their epilogues; last the two ops that kernels.py asks for
-in a layer with experts."""
+Read in this order: the router; the products, by the kernels in products.py; their epilogues; last
+the two ops that kernels.py asks for in a layer with experts."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 

@@ -90,8 +90,9 @@ class Format:
     # to E4M3; 0 in others
     e4m3_bound: float = 0.0
     codes_each: int = 1  # codes in an element of the first tensor
-    # For cards/hopper.py: how many columns share an element of each tensor but the first and, where
-    # rows have scales, the last. None if its `values` do not take a whole tile of codes
+    # How many columns share an element of each tensor but the first and, where rows have scales, the
+    # last. Only for cards/hopper.py, which multiplies many tokens: None if it cannot. It takes 8-bit
+    # codes in order, and 4-bit ones as bits/codes4.py has them
     groups: tuple[int, ...] | None = None
 
     @property

@@ -2,7 +2,7 @@
 shared memory.
 
 Attention of a prompt (sm_90); attention of a few query rows per key/value head: those of a few
-tokens, or of a single token whose heads share keys and values."""
+tokens, or of a single token whose heads share keys and values; products of many tokens (sm_90)."""
 
 from __future__ import annotations
 

@@ -77,6 +77,18 @@ MUTANTS = [
         "products_do_not_depend",
     ),
     Mutant(
+        "products.py",
+        "if bias is not None:\n        acc += ",
+        "if False:\n        acc += ",
+        "many_tokens and q4_0",
+    ),
+    Mutant(
+        "formats.py",
+        "begin = tl.sum(tl.where(before, count, 0), 0) + first",
+        "begin = tl.sum(tl.where(before, count, 0), 0)",
+        "numbers_of_slots and e4m3",
+    ),
+    Mutant(
         "cards/cpu.py",
         "torch.bfloat16 and multiplies_bf16() else",
         "torch.bfloat16 else",
