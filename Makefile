@@ -7,6 +7,8 @@ ARGS ?=
 GPUS ?= 1
 PYTHON ?= python3
 VENV = .venv/bin
+CHECK_PYTHON = import sys; v = sys.version_info[:2]; \
+    (3, 11) <= v <= (3, 13) or sys.exit("error: $(PYTHON) is Python %d.%d, but 3.11 to 3.13 is needed: make $(MAKECMDGOALS) PYTHON=python3.12" % v)
 # with several GPUs, each has its own process and a part of the model
 RUN = $(if $(filter 1,$(GPUS)),$(VENV)/python,OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/python ranks/torchrun.py --nproc-per-node $(GPUS))
 # the shell outlives Ctrl-C, and 130 is what the program then returns: make has no error to report
@@ -79,6 +81,7 @@ clean:  ## remove .venv and caches
 	rm -rf .venv __pycache__ */__pycache__ .pytest_cache .ruff_cache
 
 .venv/ready: requirements.txt
+	@$(PYTHON) -c '$(CHECK_PYTHON)'
 	@echo "setting up .venv with torch: 2.8 GB to download, minutes"
 	$(PYTHON) -m venv .venv
 	@$(PIP) -r requirements.txt

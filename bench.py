@@ -63,6 +63,7 @@ def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: str)
         args,
         dtype=dtype,
         ctx_size=max(ctx_size, args.ctx_size or 0),
+        parallel=max(vars(args).get("texts", [1])),
         format=None if format == "none" else format,
     )
     if args.model.startswith("random:"):
@@ -558,6 +559,7 @@ def run_perplexity(args: argparse.Namespace) -> None:
             )
         plain = dict(dtype=args.against, format=None, kv_fp8=False, accumulate="fp32")
         against = open_checkpoint(args, **options | plain)
+    note(f"{model.backend} ops on {device_name(model.device, args.ranks)}")
     parts = []
     total, done = 0.0, 0
     with tqdm(total=count, unit=" tokens", disable=None, leave=False) as bar:

@@ -69,8 +69,8 @@ class Grammars:
 def check(matcher: LLMatcher) -> None:
     """Raise ValueError if something is wrong with its grammar."""
     if error := matcher.get_error():
-        error = error.replace("<non-verbose/>", "")
-        raise ValueError(f"the grammar or JSON schema: {one_line(error)}")
+        first, *_ = error.splitlines()  # the others quote the grammar
+        raise ValueError(f"the grammar or JSON schema: {one_line(first)}")
 
 
 # ---- the next token

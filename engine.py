@@ -538,11 +538,7 @@ class Engine:
         """Sample from a pass's logits where more than tokens is asked for. Returns the scores."""
         if any(s.constraint for s in sequences):
             self._read_all_but(0)  # what was sampled last decides what may come next
-            wishes = [s.wish for s in sequences]
-            for i, s in enumerate(sequences):
-                if s.constraint:
-                    wishes[i] = s.wish._replace(mask=s.constraint.mask())
-            self.passes.settle(pass_, wishes)
+            self.passes.settle(pass_, [self._constrained(s) for s in sequences])
             pass_.sequences = []
         logprobs = None
         k = max((s.scores for s in sequences if s.scores is not None), default=None)
@@ -555,6 +551,15 @@ class Engine:
         drawn = self.cache.tokens[pass_.place.long()]
         own = logprobs.gather(1, drawn[:, None].long())[:, 0]
         return tuple(t.to("cpu", non_blocking=True) for t in (best.indices, best.values, own))
+
+    def _constrained(self, s: Sequence) -> Wish:
+        """How the next token of a text is chosen. If its constraint fails, the text ends."""
+        if s.constraint and not s.finished:
+            try:
+                return s.wish._replace(mask=s.constraint.mask())
+            except Exception as error:
+                self._fail(s, error)
+        return s.wish
 
     # What was sampled
 

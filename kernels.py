@@ -39,7 +39,7 @@ and derive strides from shapes.
 One op is one block: formula and shapes, the reference, the kernel or the epilogue, the launcher.
 `reference` (--backend torch) has the functions whose names end in _ref. It runs on any torch
 device: it is the CPU path, and the oracle in tests. `fused` (--backend triton) runs on CUDA, and on
-CPU tensors when TRITON_INTERPRET=1. README.md says what else an op needs. Products that launch.json
+CPU tensors when TRITON_INTERPRET=1. MANUAL.md says what else an op needs. Products that launch.json
 does not list take its default sizes."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
@@ -68,9 +68,9 @@ from products import (
     launch_product,
     library_product,
     linear_ref,
+    prepare_rows,
     rmsnorm,
     rmsnorm_ref,
-    rows_and_tokens,
     silu_mul,
 )
 from sampling import sample, sample_ref
@@ -245,9 +245,8 @@ class Heads(NamedTuple):
 
 
 @jit
-def _prepare_rope(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
+def _prepare_rope(args, pairs, t, T, N, TOKENS: tl.constexpr, SIZES: tl.constexpr):
     """Token, head, pair, place, cosine and sine of each pair of rows, and which of them exist."""
-    pairs, t = rows_and_tokens(row // 2, ROWS // 2, TOKENS)
     head = pairs // (SIZES.D // 2)
     pair = pairs % (SIZES.D // 2)
     mask = (pairs < N // 2) & (t < T)
@@ -263,7 +262,7 @@ def _prepare_rope(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZ
 
 @jit
 def _store_rope(
-    args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
+    args, y, ready, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
 ):
     """Rotate q and k, and store pairs where their head belongs: in q [T, H, D], or in the keys or
     values [KH, P, D] at place. args: q, keys, values, table, place, position, P."""
@@ -301,7 +300,7 @@ def rmsnorm_qkv_rope(
         qkv = library_product(product, accumulate)
     elif layer.qk_norm is None:
         args = (q, k_cache, v_cache, pass_.rope, pass_.place, pass_.position, P)
-        launch_product(product, Epilogue(_prepare_rope, _store_rope, sizes), args)
+        launch_product(product, Epilogue(_prepare_rope, _store_rope, sizes, pairs=True), args)
         return q
     else:
         # The norm of q and k needs whole heads, of which an epilogue gets only some rows
@@ -415,14 +414,8 @@ def rmsnorm_swiglu_ref(
 
 
 @jit
-def _prepare_swiglu(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
-    """The indices that _store_swiglu needs, computed early as in prepare_rows."""
-    return rows_and_tokens(row // 2, ROWS // 2, TOKENS)
-
-
-@jit
 def _store_swiglu(
-    args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
+    args, y, ready, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
 ):
     """Store silu(a) * b of neighbouring rows a and b in args[0] [T, F]."""
     offs_f, t = ready
@@ -462,7 +455,7 @@ def rmsnorm_swiglu(
     out = x.new_empty(T, F)
     product = Product("rmsnorm_swiglu", x, layer.w13, layer.ffn_norm, pass_.norm_eps)
     if is_fused(product):
-        launch_product(product, Epilogue(_prepare_swiglu, _store_swiglu), (out,))
+        launch_product(product, Epilogue(prepare_rows, _store_swiglu, pairs=True), (out,))
     else:
         ab = library_product(product, accumulate)
         sizes = dict(BLOCK=1024, FP16_SUMS=accumulate == "fp16")

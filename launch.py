@@ -231,6 +231,12 @@ def saturated(x, FP16_SUMS: tl.constexpr):
     return tl.clamp(x, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL) if FP16_SUMS else x
 
 
+@jit
+def barrier():
+    """Wait for the other threads of the program."""
+    tl.debug_barrier()
+
+
 # The last program merges. Where programs share an output, each leaves its part in scratch memory,
 # and the last one to finish merges the parts: another launch would cost a microsecond. The atomic
 # is "acq_rel": a program that sees the count also sees what was written before it was raised, by
@@ -242,11 +248,36 @@ def saturated(x, FP16_SUMS: tl.constexpr):
 def is_last(arrived, programs):
     """Whether this is the last of `programs` programs to get here. They are counted in `arrived`,
     which is zero again afterwards."""
-    tl.debug_barrier()
+    barrier()
     last = tl.atomic_add(arrived, 1, sem="acq_rel") == programs - 1
     if last:
         tl.store(arrived, 0)
     return last
+
+
+# Epilogues: products.Epilogue says what they are
+
+
+@jit
+def rows_and_tokens(row, COUNT: tl.constexpr, TOKENS: tl.constexpr):
+    """The indices of COUNT rows from `row` on, and those of the tokens, in shapes that
+    broadcast."""
+    if TOKENS == 1:
+        return row + tl.arange(0, COUNT), row * 0
+    else:
+        return row + tl.arange(0, COUNT)[:, None], tl.arange(0, TOKENS)[None, :]
+
+
+@jit
+def prepared(
+    args, row, begin, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, EPILOGUE: tl.constexpr
+):
+    """What the epilogue needs besides the product of ROWS rows, from `row` on, with TOKENS tokens,
+    from `begin` on."""
+    EACH: tl.constexpr = 2 if EPILOGUE.pairs else 1
+    rows, t = rows_and_tokens(row // EACH, ROWS // EACH, TOKENS)
+    SIZES: tl.constexpr = EPILOGUE.sizes
+    return EPILOGUE.prepare(args, rows, begin + t, T, N, TOKENS, SIZES)
 
 
 # What attention.py and cards/hopper.py share

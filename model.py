@@ -59,6 +59,8 @@ class Config:
     n_experts: int = 0
     experts_per_token: int = 0
     norm_topk: bool = True  # the weights of a token's experts are divided by their sum
+    # What loading multiplies tensors by: pairs of a field of Weights or LayerWeights and a factor
+    factors: tuple[tuple[str, float], ...] = ()
     dtype: torch.dtype | None = None  # of the tensors; None if the file does not say
     bos_id: int | None = None  # for a tokenizer that names none
     eos_ids: tuple[int, ...] = ()  # empty if only the tokenizer knows

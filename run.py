@@ -18,6 +18,7 @@ from contextlib import suppress
 from importlib import metadata
 from typing import TYPE_CHECKING
 
+from grammars import lark_grammar
 from settings import RANDOM, SETTINGS
 from talk.cli import (
     Parser,
@@ -73,6 +74,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="tokens to generate; -1 and -2: until the end or a full context")
     add("-r", "--reverse-prompt", "--stop", action="append", dest="stop", default=[],
         metavar="TEXT", help="stop before this text; may be repeated")
+    add("-j", "--json-schema", metavar="TEXT",
+        help="write JSON as this JSON schema says; {} is any JSON")
+    add("-jf", "--json-schema-file", metavar="FILE", help="read the schema from a file")
+    add("--grammar", metavar="TEXT", help="write what this grammar says, in GBNF or Lark")
+    add("--grammar-file", metavar="FILE", help="read the grammar from a file")
     add_proposal_flags(add)
     add("--ignore-eos", action="store_true", help="never choose the end-of-sequence token")
 
@@ -116,7 +122,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         args.prompt = args.prompt and unescaped(args.prompt)
         args.system = unescaped(args.system)
         args.stop = [unescaped(stop) for stop in args.stop]
-    parser.find([args.model, args.draft], [args.file, args.system_file])
+    files = [args.file, args.system_file, args.json_schema_file, args.grammar_file]
+    parser.find([args.model, args.draft], files)
     if args.seed < 0:
         args.seed = random.SystemRandom().randrange(1 << 32)
     return args
@@ -145,6 +152,11 @@ def contradiction(args: argparse.Namespace) -> str | None:
         return "--save writes matrices in 8 or 4 bits: add --fp8 or --int4"
     if args.system and args.system_file:
         return "--system and --system-prompt-file both give a system prompt; use one"
+    texts = "json_schema", "json_schema_file", "grammar", "grammar_file"
+    given = [name for name in texts if vars(args)[name] is not None]
+    if len(given) > 1:
+        first, second, *_ = (f"--{name.replace('_', '-')}" for name in given)
+        return f"{first} and {second} both say what the text has to be; use one"
     return None
 
 
@@ -191,6 +203,10 @@ def work(args: argparse.Namespace, ranks: Ranks) -> int:
         prompt = ranks.broadcast(lambda: read_prompt(args))
     if args.system_file is not None:
         args.system = ranks.broadcast(lambda: read_input(args.system_file))
+    if args.json_schema_file is not None:
+        args.json_schema = ranks.broadcast(lambda: read_input(args.json_schema_file))
+    if args.grammar_file is not None:
+        args.grammar = ranks.broadcast(lambda: read_input(args.grammar_file))
     session = open_session(args, ranks)
     output = Output(session, args.output == "jsonl", args.quiet)
     output.note(summary(args, session))
@@ -219,7 +235,10 @@ def read_prompt(args: argparse.Namespace) -> str | None:
 
 def text_options(args: argparse.Namespace) -> dict:
     """The flags that are arguments of Session.generate."""
-    return dict(n=args.n_predict, stop=args.stop, ignore_eos=args.ignore_eos)
+    options = dict(n=args.n_predict, stop=args.stop, ignore_eos=args.ignore_eos)
+    if args.grammar is not None:
+        options["grammar"] = lark_grammar(args.grammar)
+    return options | dict(schema=args.json_schema)
 
 
 def complete(args: argparse.Namespace, session: Session, output: Output, prompt: str) -> None:

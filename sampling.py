@@ -18,10 +18,10 @@ To add a setting, touch three files. Its flags, the field of requests and the re
 generation_config.json come from its row.
 
 1. settings.py: its row in Sampling, and in the docstring which value is off.
-2. sampling.py: _choose_ref, which says what it does, or adjust_ref, for what comes first;
-`numbers` and the names of its places, with which kernels load it; the kernels, of which
-_sample_best_kernel changes logits, and _draw and the two that call it filter them. If it costs time
-when it is off, also a field of Switches, and its value in Sampler.switches.
+2. sampling.py: _choose_ref, which says what it does, or sample_ref for what comes first; `numbers`
+and the names of its places, with which kernels load it; the kernels, of which _sample_best_kernel
+changes logits, and _draw and the two that call it filter them. If it costs time when it is off,
+also a field of Switches, and its value in Sampler.switches.
 3. tests/: its values in test_sampling_equals_the_reference, its default in
 test_flags_that_are_not_given."""
 

@@ -13,6 +13,8 @@ if __name__ == "__main__":  # the imports take time, and Ctrl-C needs no traceba
 
 import argparse
 import asyncio
+import base64
+import hashlib
 import hmac
 import itertools
 import logging
@@ -26,18 +28,21 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from ipaddress import ip_address
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urlsplit
 
 import uvicorn
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -54,10 +59,12 @@ if TYPE_CHECKING:  # they import torch, which takes seconds
 BODY_BYTES = 8 << 20
 QUEUE_BYTES = 4 * BODY_BYTES  # of the bodies of all requests that are not answered yet
 LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"  # origins that are always allowed
-HEALTH = ("/health", "/v1/health")
+PUBLIC = ("/", "/health", "/v1/health")  # need no key: the page has a field for it
 # Seconds between two parts of a stream. Each part takes 0.3 ms of the model's time, or more where
 # the other process has no core of its own
 PAUSE = 1 / 20
+SILENCE = 15  # seconds, after which a comment keeps proxies from ending a stream
+COMMENT = b": the answer is being written\n\n"
 STREAM_HEADERS = {
     "Content-Type": "text/event-stream",
     "Cache-Control": "no-cache",
@@ -84,8 +91,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--cors", action="append", default=[], metavar="ORIGIN",
         help="allow web pages of this origin, such as https://example.org, besides those on"
         " localhost; * is all; may be repeated")
-    add("-np", "--parallel", type=cli.within(int, 1, 64), default=4, metavar="N",
-        help="how many texts are written beside each other, each with a context of its own [4]")
+    cli.add_option(add, "parallel", default=4)
     add("--queue", type=cli.within(int, 0, 10_000), default=64, metavar="N",
         help="how many requests may wait; others are refused")
     add("--quiet", action="store_true", help="print only errors")
@@ -158,7 +164,7 @@ def failed(number: int, error: APIError, begun: type[ModelRequest] | None = None
     """An error as the whole answer or, in a stream of this kind that has begun, as its last event."""
     body = error_body(error)
     body = begun.error_event(body) if begun else to_json(body)
-    return Part(number, body, error.status_code)
+    return Part(number, body, 200 if begun else error.status_code)
 
 
 class Desk:
@@ -256,7 +262,7 @@ def parts_of(request: ModelRequest, session: Session, model: str) -> Iterator[by
     """The parts of an answer, of which nothing is evaluated yet: what fails later is not the
     client's fault. Raises APIError for what does now, whatever it is, and on all ranks: a prompt
     that does not fit into the context, or that the tokenizer or the chat template refuses."""
-    from engine import ContextFull
+    from passes import ContextFull
 
     try:
         return request.answer(session, model)
@@ -298,13 +304,14 @@ class Frontend:
         """pipe: to the process that has the model. model: its name; size: of its context."""
         self.pipe = pipe
         self.debug = args.debug
-        self.most = args.parallel + args.queue
+        self.parallel = args.parallel
         self.queue_limit = args.queue
         self.clients: dict[int, Client] = {}
         self.numbers = itertools.count()
         self.sender = ThreadPoolExecutor(1)  # where waiting for the model delays nobody
         cors = Middleware(
             AllowedOrigins,
+            host=args.host,
             allow_origins=args.cors,
             allow_origin_regex=LOCAL,
             allow_methods=["GET", "POST"],
@@ -322,10 +329,19 @@ class Frontend:
             "context_length": size,
             "max_model_len": size,
         }
+        # what llama.cpp's clients ask for
+        props = {
+            "default_generation_settings": {"n_ctx": size},
+            "total_slots": args.parallel,
+            "model_path": model,
+        }
         models = JSONResponse({"object": "list", "data": [self.about]})
         routes = [
+            Route("/", page(), methods=["GET"]),
             Route("/health", JSONResponse({"status": "ok"}), methods=["GET"]),
             Route("/models", models, methods=["GET"]),
+            Route("/props", JSONResponse(props), methods=["GET"]),
+            Route("/slots", self.slots, methods=["GET"]),
             Route("/models/{name:path}", self.about_model, methods=["GET"]),
         ]
         for path, kind in ENDPOINTS.items():
@@ -387,6 +403,12 @@ class Frontend:
             raise APIError(message, 404, "model_not_found", "model")
         return JSONResponse(self.about)
 
+    async def slots(self, received: Request) -> Response:
+        size = self.about["context_length"]
+        busy = len(self.clients)
+        slots = [{"id": i, "n_ctx": size, "is_processing": i < busy} for i in range(self.parallel)]
+        return JSONResponse(slots)
+
     async def answer(self, kind: type[ModelRequest], received: Request) -> ASGIApp:
         try:
             client = Client(next(self.numbers), kind, await body_of(received))
@@ -396,11 +418,12 @@ class Frontend:
         self.clients[client.number] = client
         self.send(client.asks)
         client.watching = asyncio.create_task(self.watch(client, received))
-        first = await client.parts.get()
+        is_stream = client.is_stream
+        first = await (next_part(client) if is_stream else client.parts.get())
         if first is None:
             return Response()
-        if client.is_stream and first.status == 200:
-            response = StreamingResponse(bodies(first, client.parts), headers=STREAM_HEADERS)
+        if is_stream and first.status == 200:
+            response = StreamingResponse(bodies(first, client), headers=STREAM_HEADERS)
             # without starlette's own watch, whose group of tasks takes half a millisecond to begin
             return lambda scope, receive, send: response.stream_response(send)
         return Response(first.body, first.status, media_type="application/json")
@@ -409,7 +432,7 @@ class Frontend:
         """Raise APIError if a client cannot wait."""
         size = sum(len(each.asks.body) for each in [*self.clients.values(), client])
         full = ""
-        if len(self.clients) >= self.most:
+        if len(self.clients) >= self.parallel + self.queue_limit:
             full = f"queue of {self.queue_limit}"
         elif self.clients and size > QUEUE_BYTES:
             full = f"queue of {QUEUE_BYTES} bytes"
@@ -428,24 +451,54 @@ class Frontend:
         return await error_response(received, failure(error, self.debug))
 
 
-async def bodies(part: Part | None, parts: asyncio.Queue[Part | None]) -> AsyncIterator[bytes]:
+async def next_part(client: Client) -> Part | None:
+    """The next part of a stream, which is a comment if there is none for some time."""
+    try:
+        return await asyncio.wait_for(client.parts.get(), SILENCE)
+    except TimeoutError:
+        return Part(client.number, COMMENT, last=False)
+
+
+async def bodies(part: Part | None, client: Client) -> AsyncIterator[bytes]:
     """What is in a part and in those that follow it, to the last one or until the client goes."""
-    while part and not part.last:
-        yield part.body
-        part = await parts.get()
-    if part:
-        yield part.body
+    while part:
+        body = part.body
+        if part.status != 200:  # after a comment
+            body = client.asks.kind.error_event(from_json(body))
+        yield body
+        part = None if part.last else await next_part(client)
 
 
 class AllowedOrigins(CORSMiddleware):
     """Answers no web page of a foreign origin. CORS by itself only keeps a page from reading an
-    answer: a POST of plain text, which needs no preflight, would still have a text generated."""
+    answer: a POST of plain text, which needs no preflight, would still have a text generated.
+
+    The server's own page may ask it at the address that the page came from. A name has to be known
+    as well: any can be made to stand for this machine's address (DNS rebinding)."""
+
+    def __init__(self, app: ASGIApp, host: str, **options):
+        """host: the address or the name at which the server listens."""
+        super().__init__(app, **options)
+        names = {urlsplit(origin).hostname for origin in options["allow_origins"]}
+        self.own_names = {host.lower(), *names} - {None}
+
+    def is_own_page(self, origin: str, host: str) -> bool:
+        """Whether a page's origin is the host that was asked, by an address or a known name."""
+        scheme, _, asked = origin.partition("://")
+        if scheme not in ("http", "https") or asked != host:
+            return False
+        try:
+            name = urlsplit(origin).hostname or ""
+            return name in self.own_names or bool(ip_address(name))
+        except ValueError:
+            return False
 
     async def simple_response(
         self, scope: Scope, receive: Receive, send: Send, request_headers: Headers
     ) -> None:
         origin = request_headers.get("origin")  # programs other than browsers seldom send it
-        if origin is None or self.is_allowed_origin(origin):
+        own = origin and self.is_own_page(origin, request_headers.get("host", ""))
+        if not origin or own or self.is_allowed_origin(origin):
             await super().simple_response(scope, receive, send, request_headers)
             return
         message = f"web pages of {origin} may not ask this server; --cors {origin} allows it"
@@ -464,8 +517,28 @@ def without_empty_segments(app: ASGIApp) -> ASGIApp:
     return run
 
 
+def page() -> Response:
+    """The page for people, which may run its own script and ask this server, and nothing else."""
+    html = (Path(__file__).parent / "talk" / "page.html").read_text()
+
+    def hashed(tag: str) -> str:
+        inside = re.search(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)[1]
+        return base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+
+    policy = [
+        "default-src 'none'", "connect-src 'self'", "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'",
+        *(f"{tag}-src 'sha256-{hashed(tag)}'" for tag in ("script", "style")),
+    ]  # fmt: skip
+    headers = {
+        "Content-Security-Policy": "; ".join(policy),
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+    }
+    return HTMLResponse(html, headers=headers)
+
+
 def require_key(app: ASGIApp, key: str) -> ASGIApp:
-    """Answer only requests with the key, except for the server's health."""
+    """Answer only requests with the key, except for what is public."""
     wanted = key.encode()
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
@@ -474,7 +547,7 @@ def require_key(app: ASGIApp, key: str) -> ASGIApp:
         scheme, _, given = header.partition(b" ")
         response = app
         has_key = scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), wanted)
-        if scope["path"] not in HEALTH and not has_key:
+        if scope["path"] not in PUBLIC and not has_key:
             error = APIError("the API key is missing or wrong", 401, "invalid_api_key")
             response = await error_response(None, error)
         await response(scope, receive, send)
@@ -497,6 +570,10 @@ async def body_of(request: Request) -> bytes:
 
 async def error_response(received: Request | None, error: HTTPException) -> Response:
     """The answer to what this program or starlette refuses, or to what has failed."""
+    if error.status_code == 404 and received and not isinstance(error, APIError):
+        error.detail = (
+            f"there is no {received.url.path} here: this server has {', '.join(ENDPOINTS)}"
+        )
     headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "2"}}
     status = error.status_code
     return JSONResponse(error_body(error), status, headers.get(status, error.headers))
@@ -540,7 +617,7 @@ def start_frontend(args: argparse.Namespace) -> Connection:
 def warm_up(session: Session, parallel: int) -> None:
     """Write as many texts at once as there may be, and fewer before, so that what a first text compiles
     and captures is ready when a client asks."""
-    from engine import ContextFull
+    from passes import ContextFull
 
     count = parallel if session.model.uses_graphs else 1
     with suppress(ContextFull):  # of one token
@@ -574,7 +651,7 @@ def work(pipe: Connection | None, args: argparse.Namespace, ranks: Ranks) -> int
         host = f"[{args.host}]" if ":" in args.host else args.host
         cli.note(f"model     {session.model.checkpoint.folder}")
         cli.note(
-            f"running   {session.types()}, context {session.ctx_size}"
+            f"running   {session.types()} on {session.model.device}, context {session.ctx_size}"
             f" for each of {args.parallel} texts"
         )
         cli.note(f"serving   http://{host}:{args.port}/v1 (Ctrl-C ends it)")

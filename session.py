@@ -28,14 +28,14 @@ from grammars import json_grammar
 from loading.checkpoint import Checkpoint, load, open_checkpoint
 from loading.place import DTYPES
 from logprobs import Logprob, PromptScores
-from passes import MOST_TEXTS, Passes
+from passes import Passes
 from ranks.processes import Ranks
 from sampling import Sampling
 from settings import SETTINGS, Options
 from speculation.head_file import HeadFile, find_head
 from speculation.heads import Head
 from speculation.proposals import Draft, Lookup
-from tokenizer import Prompt, TextStream, Tokenizer
+from tokenizer import THINK, THOUGHT, Prompt, TextStream, Tokenizer
 
 # its "role" and its "content"; beside these, what else chat templates know: "tool_calls",
 # "reasoning_content"
@@ -135,6 +135,7 @@ class Generation:
         # full), or "interrupt", which holds until another reason is known
         self.ended_by = "interrupt"
         self.timings = sequence.timings
+        self.thinks = False  # it begins within what is thought
         self.lacks_text = False  # ids go on beyond the text
         self._engine = engine
         self._sequence = sequence
@@ -258,7 +259,6 @@ class Session:
         draft: str | None = None,
         draft_max: int = 4,
         draft_always: bool = False,
-        parallel: int = 1,
         quiet: bool = False,
         ranks: Ranks = Ranks(),
         **options,
@@ -266,14 +266,14 @@ class Session:
         """model: a folder, a GGUF file, or a repository of the hub. options: how it is run, see
         settings.Options; dtype may also be torch's. sampling, quiet and ranks: see
         checkpoint.load. chat_template: a name or a file, instead of the checkpoint's own. lookup:
-        propose so many tokens from earlier in the text. draft: a smaller model, or a head that
-        was trained for this one, which proposes draft_max tokens. draft_always: also where proposals
-        cost more time than they save. parallel: how many texts may be written at once, each with a context of
-        its own. Raises ValueError, OSError or MemoryError with a message of one line."""
+        propose so many tokens from earlier in the text. draft: a smaller model, or a head that was
+        trained for this one, which proposes draft_max tokens. draft_always: also where proposals
+        cost more time than they save. Raises ValueError, OSError or MemoryError with a message of
+        one line."""
         start = time.perf_counter()
         if "dtype" in options:
             options["dtype"] = dtype_name(options["dtype"])
-        threads = Options(**options).threads
+        threads, parallel = Options(**options).threads, Options(**options).parallel
         checkpoint = open_checkpoint(model)
         config = checkpoint.config
         # Opened before the weights, which may take minutes, so that its errors come at once
@@ -282,8 +282,6 @@ class Session:
         )
         if threads:
             torch.set_num_threads(threads)
-        if not 1 <= parallel <= MOST_TEXTS:
-            raise ValueError(f"parallel is {parallel}; it must be from 1 to {MOST_TEXTS}")
         if lookup and draft:
             raise ValueError("lookup and draft both propose tokens: use one of them")
         # Ranks would disagree about when proposals pay off
@@ -363,7 +361,7 @@ class Session:
         follows this, such as "</think>".
 
         Raises TypeError for an unknown setting, ValueError for one out of range or for a wrong
-        prompt, and model.ContextFull, which is a ValueError, for a prompt longer than the context.
+        prompt, and passes.ContextFull, which is a ValueError, for a prompt longer than the context.
         The iterator raises RuntimeError if the logits are not finite."""
         sampling = replace_settings(sampling or self.sampling, settings)
         if strip_space is None:
@@ -463,19 +461,30 @@ class Session:
         return self.tokenizer.bytes_of(token).decode(errors="replace")
 
     def chat(
-        self, messages: list[Message] | Prompt, *, stop: str | Collection[str] = (), **options
+        self,
+        messages: list[Message] | Prompt,
+        *,
+        stop: str | Collection[str] = (),
+        shown: Collection[str] = (),
+        **options,
     ) -> Generation:
         """Answer messages, or what `render` made of them; if an answer comes last, continue it.
         options: as for `generate`, which raises the same errors. The answer also ends where the
-        chat template would write something after it."""
+        chat template would write something after it. What is thought is part of its text, with
+        <think> and </think> around it, of which the template may have written the first; a schema
+        or a grammar is for what follows."""
         prompt = messages if isinstance(messages, Prompt) else self.render(messages)
         ids, texts = self.turn_ends()
+        if options.get("grammar") is not None or options.get("schema") is not None:
+            texts = []  # it says itself where the text ends, and may hold what looks like an end
         options |= dict(eos=self.eos | ids, stop=[*listed(stop), *texts])
+        options |= dict(shown=[THINK, THOUGHT, *shown], after=THOUGHT if prompt.thinks else "")
         strip_space = prompt.leaves_space
         if not prompt.continues:
             strip_space = self.tokenizer.vocabulary.adds_space
         options |= dict(strip_space=strip_space)
         generation = self.generate(prompt.ids, **options)
+        generation.thinks = prompt.thinks
         generation.at_end(partial(self._remember, prompt))
         return generation
 

@@ -119,19 +119,23 @@ def device_name_of(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a model is run. ctx_size: the context in tokens, which must fit into memory beside the
-    weights; 0 is the model's own; None is that, but at most 4096. format: the one for the matrices;
+    """How a model is run. parallel: how many texts may be written at once. ctx_size: the context of
+    each in tokens, which must fit into memory beside the weights; 0 is the model's own; None is that
+    as far as memory holds it, see loading/place.py. format: the one for the matrices;
     what --save wrote has its own. kv_fp8: keys and values in 8 bits. accumulate: how a prompt's
     products are summed, see kernels.py. threads: of the CPU; None is one for a small model, otherwise
     one per core. Raises ValueError for a value out of range."""
 
     # fmt: off
     ctx_size: int | None = _option(None,
-        "context in tokens; 0: as much as the model was trained for [the same, at most 4096]",
+        "context in tokens; 0: as much as the model was trained for [the same as far as memory holds"
+        " it, at most 32,768, on a CPU 8,192]",
         kind=int, high=1 << 24, flag="-c")
+    parallel: int = _option(1, "texts written at once, each with a context of its own",
+        kind=int, low=1, high=64, flag="-np")
     dtype: str = _option("auto", "auto: the checkpoint's; on a CPU bf16 or fp32",
         "auto", *DTYPE_NAMES)
-    format: str | None = _option(None, "", None, *FORMAT_NAMES)
+    format: str | None = _option(None, "")  # a name of kernels.FORMATS
     kv_fp8: bool = _option(False, "keep keys and values as 8-bit floats: half the context's memory",
         kind=bool, generates=True)
     device: str = _option("auto", "cpu, cuda or cuda:N", kind=device_name_of, flag="-dev")

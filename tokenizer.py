@@ -32,6 +32,8 @@ from loading.templates import find_template, named_template, render
 PADDING = 4096
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
+THINK, THOUGHT = "<think>", "</think>"  # around what is thought, at the beginning of an answer
+
 Span = tuple[int, int]  # of characters: start, end
 
 
@@ -517,6 +519,11 @@ class Prompt:
     leaves_space: bool = False
     # where the earlier answers whose ids it kept end: characters of the text, and ids
     ends: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the template has opened what is thought before the answer."""
+        return self.text.rstrip().endswith(THINK)
 
 
 class Tokenizer:

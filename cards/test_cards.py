@@ -13,10 +13,10 @@ import products
 from bits.int4 import INT4
 from cards import cpu
 from cards import sizes as launch_sizes
-from engine import PROMPT_CHUNK
 from formats import Matrix
 from fp8 import E4M3
 from kernels import PRODUCTS
+from passes import PROMPT_CHUNK
 from tests.helpers import ARCHITECTURES, DEVICE, HERE, ONE_UNIT, encoded, nmse, op_arguments
 
 # ---- cpu.py

@@ -77,6 +77,18 @@ MUTANTS = [
         "products_do_not_depend",
     ),
     Mutant(
+        "products.py",
+        "if bias is not None:\n        acc += ",
+        "if False:\n        acc += ",
+        "many_tokens and q4_0",
+    ),
+    Mutant(
+        "formats.py",
+        "begin = tl.sum(tl.where(before, count, 0), 0) + first",
+        "begin = tl.sum(tl.where(before, count, 0), 0)",
+        "numbers_of_slots and e4m3",
+    ),
+    Mutant(
         "cards/cpu.py",
         "torch.bfloat16 and multiplies_bf16() else",
         "torch.bfloat16 else",
@@ -408,8 +420,8 @@ MUTANTS = [
     ),
     Mutant(
         "loading/place.py",
-        "workspace += 2 * layer * dtype.itemsize",
-        "workspace += 0",
+        "decoded=2 * layer * dtype.itemsize",
+        "decoded=layer * dtype.itemsize",
         "memory_of_7b",
     ),
     Mutant(
@@ -417,6 +429,18 @@ MUTANTS = [
         'f.number("rms_norm_eps", 0, 1, 1e-6',
         'f.number("rms_norm_eps", 0, 1, 1e-5',
         "config_fields_and_defaults",
+    ),
+    Mutant(
+        "loading/place.py",
+        "if hidden or not Path(sign).exists():",
+        "if not Path(sign).exists():",
+        "gpu_that_torch_does_not_see",
+    ),
+    Mutant(
+        "talk/cli.py",
+        'note(f"note: {one_line(str(message))}")',
+        'note(f"{one_line(str(message))}")',
+        "gets_one_line",
     ),
     Mutant(
         "loading/place.py",
@@ -719,8 +743,8 @@ MUTANTS = [
     Mutant("speculation/proposals.py", "if proposed or waited:", "if proposed:", "costs_3_percent"),
     Mutant(
         "talk/chat.py",
-        '        show(self._release() + "\\n")\n        self._column = 0\n',
-        '        show(self._release() + "\\n")\n',
+        "        self._dim = False\n        self._column = 0\n",
+        "        self._dim = False\n",
         "printer",
     ),
     Mutant(
@@ -771,10 +795,40 @@ MUTANTS = [
     ),
     Mutant(
         "serve.py",
-        "if origin is None or self.is_allowed_origin(origin):",
+        "if not origin or own or self.is_allowed_origin(origin):",
         "if True:",
         "serve_origins",
     ),
+    Mutant("serve.py", "asked != host", "False", "allowed_where_it_comes_from"),
+    Mutant(
+        "sampling.py",
+        "logits.sub_(frequency * counts + presence * (counts > 0))",
+        "logits.sub_(frequency * counts + presence * (counts >= 0))",
+        "biases_and_penalties",
+    ),
+    Mutant(
+        "sampling.py",
+        "own = (at >= sampler.begins[:, None])",
+        "own = (at > sampler.begins[:, None])",
+        "biases_and_penalties",
+    ),
+    Mutant("constraints.py", "if id % 32 < 31 else 0x7FFFFFFF", "", "what_comes_before"),
+    Mutant(
+        "constraints.py",
+        "self._end = self._end[-len",
+        "self._end = self._end[:-len",
+        "comes_before",
+    ),
+    Mutant(
+        "session.py",
+        "texts = []  # it says",
+        "pass  # it says",
+        "what_the_text_has_to_be",
+    ),
+    Mutant("talk/tools.py", 'any(end in new for end in "}]>")', '"}" in new', "read_alike"),
+    Mutant("talk/tools.py", "self._space = text[end:]", 'self._space = ""', "read_alike"),
+    Mutant("talk/tools.py", "strict=False)  # models", ")  # models", "read_alike"),
+    Mutant("talk/openai.py", "index * SEEDS_APART", "0", "several_choices"),
     Mutant("serve.py", 'if name != self.about["id"]:', "if False:", "serve_paths"),
     Mutant(
         "talk/openai.py",

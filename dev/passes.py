@@ -61,7 +61,8 @@ def show_passes(args: argparse.Namespace) -> None:
     for T, s in zip(lengths, seconds):
         rows.append(about | dict(tokens=T, ms=1e3 * s, ratio=s / seconds[0]))
     bench.show(rows, args.output)
-    note("ratio: to the time of a single token")
+    on = f"{model.backend} ops on {bench.device_name(model.device, args.ranks)}"
+    note(f"{on}; ratio: to the time of a single token")
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

@@ -38,7 +38,7 @@ PATTERNS = {
     "attention": "attention",
     "sample": "sample",
     "embedding": "embedding",
-    "product": "_vector_kernel|stream_kernel|_few_kernel|_grouped_kernel|linear|gemm|nvjet|cutlass"
+    "product": "_vector_kernel|stream_kernel|_few_kernel|many_kernel|linear|gemm|nvjet|cutlass"
     "|mm|mv",
     "rmsnorm": "^_rmsnorm_kernel$",
 }

@@ -53,6 +53,9 @@ class Family:
     experts: bool = False
     norm_topk: bool | None = None  # None: as norm_topk_prob says
     in_pairs: bool = False  # rows of q and k that RoPE rotates together are neighbours in GGUF
+    gguf_renames: dict[str, str] = field(default_factory=dict)  # the same as renames, in GGUF
+    joined: bool = False  # q, k and v are one tensor in files, and so are w1 and w3
+    factors: bool = False  # a config.json scales embedding, attention, residual and logits
 
 
 # By model_type in a config.json
@@ -88,6 +91,39 @@ FAMILIES = {
         qkv_bias=False,
         experts=True,
         norm_topk=True,
+        in_pairs=True,
+    ),
+    "phi3": Family(
+        gguf="phi3",
+        defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        has_window=always,
+        qkv_bias=False,
+        joined=True,
+    ),
+    "granite": Family(gguf="granite", has_window=never, mlp_bias=True, in_pairs=True, factors=True),
+    "seed_oss": Family(
+        gguf="seed_oss",
+        defaults={
+            "attention_bias": True,
+            "max_position_embeddings": 1 << 19,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+        },
+        has_window=never,
+        mlp_bias=True,
+        gguf_renames={"ffn_norm": "post_attention_norm"},
+    ),
+    # Of Mistral Small 3 and its relatives, whose text_config says mistral, or this
+    "ministral3": Family(
+        gguf="llama",
+        defaults={
+            "max_position_embeddings": 1 << 18,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+        },
+        has_window=always,
+        qkv_bias=False,
         in_pairs=True,
     ),
     "qwen2": Family(
@@ -127,7 +163,7 @@ INSTEAD = "take a model of one of these, or run it in transformers or llama.cpp"
 def family_of(f: Fields) -> Family:
     """The family that a config.json names, or Llama. Raises ValueError."""
     name = f.get("model_type", "llama")
-    if name not in FAMILIES:
+    if name not in [*FAMILIES]:  # which may be anything
         listed = ", ".join(FAMILIES)
         what = f"model_type is {name!r}, which is not supported (supported: {listed})"
         raise ValueError(f"{f.file}: {what}: {INSTEAD}")

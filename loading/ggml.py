@@ -85,6 +85,28 @@ def _q6_k(b: Tensor):
     return codes.view(torch.int8) - 32, _half(b, 208), None, parts, torch.zeros_like(parts)
 
 
+def _q2_k(b: Tensor):
+    """Each half of a block has 32 bytes of codes of two bits: byte i has those of columns i, i + 32,
+    i + 64 and i + 96. The first 16 bytes have a part of the scale and of the minimum each, for 16
+    columns."""
+    codes = (_high_bits(b[..., 16:80], 32, 2) >> 4).view(torch.int8)
+    parts = b[..., :16]
+    return codes, _half(b, 80), -_half(b, 82), parts & 15, parts >> 4
+
+
+def _q3_k(b: Tensor):
+    """Two bits of each code as in Q2_K; the third is a bit of the first 32 bytes. For each 16 columns
+    the scale has a part of 6 bits: the low 4 are a nibble of bytes 96 to 103, the high 2 are in bytes
+    104 to 107."""
+    low = _high_bits(b[..., 32:96], 32, 2) >> 4
+    high = _high_bits(b[..., :32], 32, 1).view(low.shape) >> 2
+    low_part = torch.cat((b[..., 96:104] & 15, b[..., 96:104] >> 4), -1)
+    high_part = torch.cat([b[..., 104:108] >> shift & 3 for shift in (0, 2, 4, 6)], -1)
+    parts = (low_part | high_part << 4).view(torch.int8) - 32
+    codes = (low | high).view(torch.int8) - 4
+    return codes, _half(b, 108), None, parts, torch.zeros_like(parts)
+
+
 # The values that the codes of IQ4_NL and IQ4_XS stand for
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -175,6 +197,8 @@ TYPES = {
     6: Type("Q5_0", 32, 22, _q5_0),
     7: Type("Q5_1", 32, 24, _q5_1),
     8: Type("Q8_0", 32, 34, _q8_0),
+    10: Type("Q2_K", 256, 84, _q2_k),
+    11: Type("Q3_K", 256, 110, _q3_k),
     12: Type("Q4_K", 256, 144, _q4_k),
     13: Type("Q5_K", 256, 176, _q5_k),
     14: Type("Q6_K", 256, 210, _q6_k),
@@ -183,7 +207,7 @@ TYPES = {
 }
 # Those that are not supported
 OTHER_TYPES = {
-    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
+    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
     19: "IQ1_S",
     21: "IQ3_S", 22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64",
     28: "F64",

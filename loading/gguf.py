@@ -310,6 +310,9 @@ def config_json(gguf: GGUF) -> dict[str, Any]:
         )
     names = ("attention.key_length", "attention.value_length", "rope.dimension_count")
     head_dims = [said(name) for name in names if said(name) is not None]
+    dim, heads = said("embedding_length"), said("attention.head_count")
+    if said("attention.key_length") is None and type(dim) is type(heads) is int and heads:
+        head_dims.append(dim // heads)
     if any(size != head_dims[0] for size in head_dims):
         raise ValueError(
             f"{gguf.file}: {', '.join(names)} differ: {head_dims}, which is not supported"
@@ -341,6 +344,10 @@ def config_json(gguf: GGUF) -> dict[str, Any]:
         "mlp_bias": True,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "torch_dtype": _dtype(gguf),
+        "attention_multiplier": said("attention.scale"),
+        "embedding_multiplier": said("embedding_scale"),
+        "residual_multiplier": said("residual_scale"),
+        "logits_scaling": said("logit_scale"),
         "bos_token_id": gguf.get("tokenizer.ggml.bos_token_id", int),
         "eos_token_id": _eos_ids(gguf),
     }
@@ -431,6 +438,10 @@ NAMES = {
     "norm": "output_norm",
     "output": "output",
 }
+JOINED = {  # tensors that have several parts in some families, one below the other
+    "attn_qkv": ("attention.wq", "attention.wk", "attention.wv"),
+    "ffn_up": ("feed_forward.w1", "feed_forward.w3"),
+}
 
 
 class GgufFile(Layout):
@@ -475,16 +486,34 @@ class GgufFile(Layout):
         return found
 
     def name_of(self, part: Part) -> str:
-        return part.name_in("blk", NAMES[part.stem])
+        stem = self.family.gguf_renames.get(part.stem, NAMES[part.stem])
+        return part.name_in("blk", stem)
 
     def stored_part(self, part: Part, c: Config, found: Found) -> list[Stored]:
         name = self.name_of(part)
         head_dim = c.head_dim if part.rotated and not self.family.in_pairs else None
-        info = self.header.tensors.get(name)
+        record = None
+        if self.family.joined:
+            joined = {part.name_in("blk", stem): stems for stem, stems in JOINED.items()}
+            record = self.joined(joined, part, c, found, head_dim)
+        record = record or self.matrix(name, part, part.shape(c), found, head_dim)
+        return [record or floats(name, part.shape(c), found, head_dim)]
+
+    def matrix(
+        self,
+        name: str,
+        part: Part,
+        shape: tuple[int, ...],
+        found: Found,
+        head_dim: int | None = None,
+    ) -> Stored | None:
+        if name not in found or name not in self.header.tensors:
+            return None
+        info = self.header.tensors[name]
         # A tensor of one dimension never is in blocks
-        if info and info.type.split and len(info.shape) > 1:
-            return [blocks(info.type, name, part.shape(c), found, head_dim)]
-        return [floats(name, part.shape(c), found, head_dim)]
+        if info.type.split and len(info.shape) > 1:
+            return blocks(info.type, name, shape, found, head_dim)
+        return floats(name, shape, found, head_dim)
 
 
 def blocks(

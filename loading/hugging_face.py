@@ -5,20 +5,23 @@ refused by name."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from formats import Quantised
 from loading.families import family_of
-from loading.files import Fields, one_line_errors
+from loading.files import Fields, one_line, one_line_errors
 from loading.layouts import EMBEDS, Files, Folder, check_heads
-from loading.names import PARTS, Kind, Part
+from loading.names import Kind, Part
 from loading.quantised import FLOATS, Packing, checked, of_rows, packing_of
 from loading.reading import FileTensor
 from loading.rope import rope_of
-from loading.tensors import Found, Spans, Stored, columns_in, files_for, floats, part_of_rows
+from loading.tensors import Found, Spans, Stored, columns_in, files_for, floats
 from model import Config
 from settings import SETTINGS
 
@@ -47,15 +50,20 @@ LAYERS = "model.layers"
 # Tensors that have several parts, one below the other, and these in their order. transformers 5
 # keeps the matrices of all experts in one tensor
 JOINED = {
+    "self_attn.qkv_proj": ("attention.wq", "attention.wk", "attention.wv"),
+    "mlp.gate_up_proj": ("feed_forward.w1", "feed_forward.w3"),
     "mlp.experts.gate_up_proj": ("feed_forward.experts.w1", "feed_forward.experts.w3"),
     "mlp.experts.down_proj": ("feed_forward.experts.w2",),
 }
+# Beside the text in models that also know images
+OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+OF_TEXT = re.compile(r"^(model\.)?language_model\.")
 
 
 class HuggingFaceFolder(Folder):
     def __init__(self, files: Files):
         super().__init__(files)
-        self.config_json = Fields(self.path / "config.json")
+        self.config_json = text_config(Fields(self.path / "config.json"), self.notes)
         self.family = family_of(self.config_json)
         self.packing = packing_of(self.config_json)
 
@@ -67,10 +75,13 @@ class HuggingFaceFolder(Folder):
         return config_of(self.config_json, self.generation, self.notes)
 
     def file_tensors(self) -> list[FileTensor]:
-        tensors = super().file_tensors()
-        if not {"embed_tokens.weight", "score.weight"}.isdisjoint(t.name for t in tensors):
+        found = []
+        for tensor in super().file_tensors():
+            if not OF_IMAGES.match(tensor.name):
+                found.append(replace(tensor, name=OF_TEXT.sub(r"\1", tensor.name)))
+        if not {"embed_tokens.weight", "score.weight"}.isdisjoint(t.name for t in found):
             raise ValueError(f"{self.path} {EMBEDS}")
-        return tensors
+        return found
 
     def name_of(self, part: Part) -> str:
         stem = self.family.renames.get(part.stem, NAMES[part.stem])
@@ -86,8 +97,9 @@ class HuggingFaceFolder(Folder):
             if any(records):
                 break
         else:
-            if joined := self.joined(part, c, found, head_dim):
-                return [joined]
+            joined = {joined_name(part, name): stems for name, stems in JOINED.items()}
+            if record := self.joined(joined, part, c, found, head_dim):
+                return [record]
             names = names_for(own, c)
         return [
             record or floats(name, shape, found, head_dim) for record, name in zip(records, names)
@@ -111,22 +123,22 @@ class HuggingFaceFolder(Folder):
             return floats(name, shape, found, head_dim)
         return None
 
-    def joined(self, part: Part, c: Config, found: Found, head_dim: int | None) -> Stored | None:
-        """The rows of a part in a tensor that has several. Returns None if there is no such tensor."""
-        for name, stems in JOINED.items():
-            if part.stem not in stems or part.bias:
-                continue
-            rows = {stem: PARTS[stem].shape(c)[-2] for stem in stems}
-            *outer, _, columns = part.shape(c)
-            # A stack of the experts' matrices is no layer, whose tensor would be its "weight"
-            full = part.name_in(LAYERS, name)
-            if outer:
-                full = full.removesuffix(".weight")
-            whole = self.matrix(full, part, (*outer, sum(rows.values()), columns), found)
-            if whole:
-                start = sum(rows[stem] for stem in stems[: stems.index(part.stem)])
-                return part_of_rows(whole, start, rows[part.stem], head_dim=head_dim)
-        return None
+
+def text_config(f: Fields, notes: list[str]) -> Fields:
+    """The fields of a config.json that are about text, of a model that also knows images. Raises
+    ValueError."""
+    if f.get("model_type") != "mistral3":
+        return f
+    notes.append(f"{f.file.name}: model_type is 'mistral3': images are left out")
+    # Either may say whether matrices are tied, and layouts.untied sees to it
+    return Fields(f.file, f | f.sub("text_config") | {"tie_word_embeddings": True})
+
+
+def joined_name(part: Part, stem: str) -> str:
+    """The name of a tensor that has several parts. A stack of the experts' matrices is no layer, whose
+    tensor would be its "weight"."""
+    name = part.name_in(LAYERS, stem)
+    return name.removesuffix(".weight") if part.of_experts else name
 
 
 def names_for(name: str, c: Config) -> list[str]:
@@ -259,6 +271,14 @@ def config_of(f: Fields, generation: Fields, notes: list[str]) -> Config:
     head_dim = f.number("head_dim", 2, 1024, dim // n_heads)
     check_heads(f, n_heads, n_kv_heads, head_dim)
     rope = rope_of(f, head_dim, max_seq_len)
+    if rope.longest:  # beyond, q is scaled by its position
+        window = min(window or rope.longest, rope.longest)
+        max_seq_len = min(max_seq_len, rope.longest)
+    eps = f.number("rms_norm_eps", 0, 1, 1e-6, float)
+    factors = {}
+    if family.factors:
+        factors, eps, gain = factors_of(f, eps, head_dim)
+        rope = rope._replace(gain=rope.gain * gain)
     vocab_size = f.number("vocab_size", 1, 1 << 22)
     bos_ids, eos_ids = (
         ids_in(generation, name, vocab_size, notes) or ids_in(f, name, vocab_size, notes)
@@ -276,7 +296,7 @@ def config_of(f: Fields, generation: Fields, notes: list[str]) -> Config:
         head_dim=head_dim,
         hidden_dim=f.number(family.hidden_dim, 1, 1 << 20),
         vocab_size=vocab_size,
-        norm_eps=f.number("rms_norm_eps", 0, 1, 1e-6, float),
+        norm_eps=eps,
         rope_theta=rope.theta,
         rope_factors=rope.factors,
         rope_gain=rope.gain,
@@ -288,11 +308,27 @@ def config_of(f: Fields, generation: Fields, notes: list[str]) -> Config:
         w13_bias=mlp_bias,
         w2_bias=mlp_bias,
         qk_norm=family.qk_norm,
+        factors=tuple(factors.items()),
         **experts,
         dtype=getattr(torch, dtype) if dtype not in (None, "auto") else None,
         bos_id=next(iter(bos_ids), None),
         eos_ids=tuple(dict.fromkeys(eos_ids)),
     )
+
+
+def factors_of(f: Fields, eps: float, head_dim: int) -> tuple[dict[str, float], float, float]:
+    """What Granite's multipliers come to: what tensors are multiplied by, the norms' epsilon, and the
+    gain of q and k.
+
+    The embedding stays as it is, so that x is smaller than there by a constant, as are what is added
+    to it and the epsilon beside its squares."""
+    number = lambda name: f.number(name, 1e-6, 1e6, 1, float)
+    embedding = number("embedding_multiplier")
+    added = number("residual_multiplier") / embedding
+    factors = {"wo": added, "w2": added, "norm": 1 / number("logits_scaling")}
+    factors |= {"wo_bias": added, "w2_bias": added}
+    gain = math.sqrt(number("attention_multiplier") * math.sqrt(head_dim))
+    return factors, eps / embedding**2, gain
 
 
 def ids_in(f: Fields, name: str, vocab_size: int, notes: list[str]) -> list[int]:
@@ -306,8 +342,8 @@ def ids_in(f: Fields, name: str, vocab_size: int, notes: list[str]) -> list[int]
         raise ValueError(f"{f.file}: {name} is {value!r}; it must hold ids")
     found = [i for i in ids if 0 <= i < vocab_size]
     if len(found) < len(ids):
-        have = f"{name} is {value!r}, but the model's ids are 0 .. {vocab_size - 1}"
-        notes.append(f"{f.file.name}: {have}: others are ignored")
+        beyond = f"ids that a vocabulary of {vocab_size} does not have are ignored"
+        notes.append(f"{f.file.name}: {name} is {one_line(repr(value))}; {beyond}")
     return found
 
 

@@ -19,10 +19,10 @@ import torch
 from formats import Format
 from loading import hub
 from loading.files import Fields, read_bytes
-from loading.names import BIASES, EMBEDDING, OUTPUT, ModelTensor, Part, model_tensors
+from loading.names import BIASES, EMBEDDING, OUTPUT, PARTS, ModelTensor, Part, model_tensors
 from loading.quantised import FLOATS
 from loading.reading import CPU, FileTensor, read, safetensors_header
-from loading.tensors import Found, Stored, weights_at_once
+from loading.tensors import Found, Stored, part_of_rows, weights_at_once
 from loading.tensors import read as read_rows
 from loading.torchfile import torch_tensors
 from model import Config
@@ -142,6 +142,38 @@ class Layout(ABC):
     @abstractmethod
     def stored_part(self, part: Part, c: Config, found: Found) -> list[Stored]:
         """How a part is stored: one record, or one for each expert."""
+
+    def matrix(
+        self,
+        name: str,
+        part: Part,
+        shape: tuple[int, ...],
+        found: Found,
+        head_dim: int | None = None,
+    ) -> Stored | None:
+        """What the files have under a name for this part. Returns None if there is nothing."""
+        raise NotImplementedError
+
+    def joined(
+        self,
+        names: dict[str, Sequence[str]],
+        part: Part,
+        c: Config,
+        found: Found,
+        head_dim: int | None,
+    ) -> Stored | None:
+        """The rows of a part in a tensor that has several, one below the other. names: of such
+        tensors, with the stems of their parts. Returns None if there is no such tensor."""
+        for name, stems in names.items():
+            if part.bias or part.stem not in stems:
+                continue
+            rows = [PARTS[stem].shape(c)[-2] for stem in stems]
+            *outer, own, columns = part.shape(c)
+            whole = self.matrix(name, part, (*outer, sum(rows), columns), found)
+            if whole:
+                start = sum(rows[: stems.index(part.stem)])
+                return part_of_rows(whole, start, own, head_dim=head_dim)
+        return None
 
     def stored(self, t: ModelTensor, c: Config, found: Found) -> list[Stored]:
         """How a tensor of the model is stored, whose parts lie one below the other or take turns."""

@@ -73,6 +73,14 @@ def prepare(w: Weights, place: Place, ranks: Ranks) -> Exchange | None:
     return make_exchange(ranks, [*summed, w.output], place.config.dim, *where)
 
 
+def multiply(m: Matrix, factor: float) -> None:
+    """Multiply a matrix in place. Without a format its weights are rounded once more."""
+    if m.format:
+        m.format.multiply(m.tensors, factor)
+    else:
+        m.data.mul_(factor)
+
+
 @dataclass
 class Loader:
     """Loads the tensors one by one, so that the model is never in memory twice. A matrix is in
@@ -93,6 +101,7 @@ class Loader:
         self.matrix_dtype = self.place.matrix_dtype
         self.formats = self.place.formats
         self.shapes = matrix_shapes(self.config)
+        self.factors = dict(self.config.factors)
         self.encoded: dict[str, Tensors] = {}
         self.workspace: Tensor | None = None
         if self.formats and not self.checkpoint.is_encoded:
@@ -171,6 +180,8 @@ class Loader:
         made = torch.empty(t.shape(self.config), dtype=self.dtype, device=self.device)
         self.fill(made, t)
         self.bar.update(made.nbytes)
+        if t.field in self.factors:
+            made.mul_(self.factors[t.field])
         return made
 
     def matrix(self, t: ModelTensor) -> Matrix:
@@ -188,6 +199,8 @@ class Loader:
             write(tensor, format, tensors, self.device, self.rows(t), columns)
             made = Matrix(tensors, format)
         self.bar.update(made.nbytes)
+        if t.field in self.factors:
+            multiply(made, self.factors[t.field])
         if t.of_experts:
             return made  # products take some of its rows
         return in_cpu_layout(made, self.place.backend, self.dtype, self.formats.values())

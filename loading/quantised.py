@@ -287,8 +287,8 @@ def _auto_round(q: About) -> Packing:
     said = str(q.get("packing_format") or q.get("backend"))
     q.only("data_type", None, "int")
     layers = q.sub("extra_config")
-    bits = {layers.sub(name).get("bits") for name in layers}
-    if not bits <= {None, q.get("bits"), 16, 32}:
+    usual = (None, q.get("bits"), 16, 32)
+    if any(layers.sub(name).get("bits") not in usual for name in layers):
         raise q.refused("with layers of several kinds")
     if "awq" in said:
         return _awq(q)
@@ -355,7 +355,7 @@ def packing_of(f: Fields) -> Packing | None:
     # A pattern that begins with "-:" names tensors that are not quantised
     if any(not pattern.startswith("-:") for pattern in q.sub("dynamic")):
         raise q.refused("with dynamic settings")
-    if q.method not in METHODS:
+    if q.method not in [*METHODS]:  # which may be anything
         raise ValueError(f"{f.file}: quantised as {q.method}, which is not supported: {INSTEAD}")
     return METHODS[q.method](q)
 

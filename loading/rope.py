@@ -18,6 +18,7 @@ class Rope(NamedTuple):
     theta: float
     factors: tuple[float, ...] = ()
     gain: float = 1.0
+    longest: int | None = None  # of texts for which this is all
 
 
 def rope_of(f: Fields, D: int, max_seq_len: int) -> Rope:
@@ -59,11 +60,12 @@ def _renamed(fields: dict) -> dict:
 def _scaled(rope: Fields, D: int, max_seq_len: int) -> Rope:
     """What one set of fields says. Whatever the type, a GGUF file may add factors that divide the
     frequencies, and a gain of q and k."""
-    theta, factors, gain = _of_type(rope, D, max_seq_len)
+    theta, factors, gain, longest = _of_type(rope, D, max_seq_len)
     if "gguf_factors" in rope:
         more = _listed_factors(rope, "gguf_factors", D)
         factors = tuple(map(operator.mul, more, factors or itertools.repeat(1.0)))
-    return Rope(theta, factors, gain * rope.number("gguf_gain", 1e-3, 1e3, 1, float))
+    gain *= rope.number("gguf_gain", 1e-3, 1e3, 1, float)
+    return Rope(theta, factors, gain, longest)
 
 
 def _of_type(rope: Fields, D: int, max_seq_len: int) -> Rope:
@@ -99,7 +101,6 @@ def _yarn(rope: Fields, D: int, theta: float, max_seq_len: int) -> Rope:
     """YaRN (Peng et al., 2023). The factor of q and k (attention_factor) is 1 + 0.1 log(factor) by
     default, as in section 3.4."""
     rope.refuse_unless("truncate", None, True)
-    rope.refuse_unless("mscale_all_dim", None, 0)  # without it, mscale has no effect
     original = rope.number("original_max_position_embeddings", 1, 1 << 24, max_seq_len)
     factor = rope.number("factor", 1, 1e6, max(1, max_seq_len / original), float)
     fast = rope.number("beta_fast", 1e-3, 1e6, 32, float)
@@ -109,8 +110,16 @@ def _yarn(rope: Fields, D: int, theta: float, max_seq_len: int) -> Rope:
     high = min(math.ceil(pair(slow)), D - 1)
     ramp = torch.arange(D // 2, dtype=torch.float64) - low
     share = (ramp / (high - low or 0.001)).clamp(0, 1)
-    gain = rope.number("attention_factor", 1e-3, 1e3, 1 + 0.1 * math.log(factor), float)
-    return Rope(theta, _factors(share, factor), gain)
+    usual = 1 + 0.1 * math.log(factor)
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        mscale, of_all = (
+            1 + 0.1 * rope.number(name, 1e-3, 1e3, 1, float) * math.log(factor)
+            for name in ("mscale", "mscale_all_dim")
+        )
+        usual = mscale / of_all
+    gain = rope.number("attention_factor", 1e-3, 1e3, usual, float)
+    longest = original if rope.get("llama_4_scaling_beta") else None
+    return Rope(theta, _factors(share, factor), gain, longest)
 
 
 def _longrope(rope: Fields, D: int) -> tuple[float, ...]:

@@ -49,7 +49,7 @@ class SavedFolder(Folder):
         return files.has(SAVED) and "fused-llama" in files.header(files.path / SAVED)[0]
 
     def config(self) -> Config:
-        return self.original.config()
+        return replace(self.original.config(), factors=())  # they have been multiplied
 
     def name_of(self, part: Part) -> str:
         return part.name

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+import transformers
 
 from engine import generate
 from loading import checkpoint, loader
@@ -16,6 +17,7 @@ from tests.helpers import (
     NORM,
     UNDIVIDED,
     assert_close,
+    assert_refused,
     conversation,
     greedy,
     hugging_face_model,
@@ -68,6 +70,28 @@ def test_families_equal_transformers(tmp_path, family, fp8, backend, monkeypatch
         behind = logits.amax(1) - logits[range(12), tokens]
         # the best two may be tied to within rounding; ours are up to 2.3e-5 of their spread off
         assert (behind < 1e-4 * logits.std(1)).all(), behind
+
+
+@pytest.mark.parametrize("text", ["mistral nemo", "ministral 3"])
+def test_text_of_a_model_that_also_knows_images(copy, cli, text):
+    """Its text is that of transformers; a note says that images are left out."""
+    size = read_config(copy).vocab_size
+    of_text = hugging_face_model(size, **FAMILIES[text]).config
+    vision = dict(
+        model_type="pixtral", hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        image_size=28, patch_size=14,
+    )  # fmt: skip
+    config = transformers.Mistral3Config(text_config=of_text, vision_config=vision)
+    theirs = transformers.Mistral3ForConditionalGeneration(config).eval()
+    theirs.save_pretrained(copy)
+    ours = load(copy, dtype="fp32", device="cpu")
+    ids = torch.randint(250, (50,)).tolist()
+    assert_close(logits_of(ours, ids), oracle(theirs, ids))
+    code, _, err = cli("-m", copy, "-p", "Once", "-n", 2)
+    assert code == 0 and "note: config.json: model_type is 'mistral3': images are left out" in err
+    if text == "ministral 3":  # q is scaled beyond 128 tokens
+        assert ours.ctx_size == 128
+        assert_refused(cli("-m", copy, "-c", 129, "-p", "a"), "a ctx_size of 129 is not supported")
 
 
 def test_head_dim_that_the_kernels_cannot_run(cli, copy):

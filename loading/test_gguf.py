@@ -32,6 +32,7 @@ from tests.helpers import (
     FAMILIES,
     FILE_FORMATS,
     HALVES,
+    HALVES_AT,
     HERE,
     INF,
     NAN,
@@ -75,7 +76,7 @@ def test_gguf_types_are_decoded(number):
     assert torch.equal(kind.read(raw).decoded(), dequantised(number, raw))
     if kind.name.endswith("K"):
         raw[1, 4:16] = raw[1, 192:208] = 255  # scales of groups
-    start = 208 if kind.name == "Q6_K" else 0
+    start = HALVES_AT.get(kind.name, 0)
     for bad, half in itertools.product((NAN, INF), range(HALVES.get(kind.name, 1))):
         spoiled, at = raw.clone(), start + 2 * half
         spoiled[1, at : at + 2] = torch.tensor([bad]).half().view(torch.uint8)
@@ -161,7 +162,8 @@ def test_products_with_gguf_and_safetensors_formats(format):
     ("Q4_0 Q5_0", 96, 8, "q8_0"),
     ("Q4_0 Q4_1", 96, 8, "q8_1"), ("Q4_0 Q6_K", 512, 8, None), ("Q6_K F16", 512, 8, None),
     ("Q6_K", 384, 8, None), ("IQ4_NL", 96, 8, "q8_0"), ("IQ4_XS Q5_K", 512, 8, "q8_k"),
-    ("Q4_K", 512, 4, "q4_k"), ("Q6_K", 512, 4, None),
+    ("Q4_K", 512, 4, "q4_k"), ("Q6_K", 512, 4, None), ("Q3_K Q6_K", 512, 8, "q6_k"), ("Q2_K", 512, 8, "q8_16"),
+    ("Q2_K Q3_K Q6_K", 512, 8, "q8_16"), ("Q6_K IQ4_XS", 512, 8, "q8_16"),
 ])  # fmt: skip
 def test_format_of_joined_matrices(kinds, columns, most_bits, name):
     """None: they are decoded, as those of more bits are on a CPU, and those cut in the middle of a
@@ -232,6 +234,37 @@ def test_gguf_models_equal_transformers(tmp_path, cli, family, monkeypatch):
         write_gguf(file, metadata, tensors | {name: (number, raw[:-1])})
         few = f"{name} is [{count - 1}, 256, 512], expected [{count}, 256, 512]"
         assert_refused(cli("-m", file, "-p", "a"), few)
+
+
+@pytest.mark.parametrize("family", ["phi 4", "granite 3", "seed-oss"])
+def test_gguf_of_families_that_transformers_does_not_read(tmp_path, family):
+    """As llama.cpp's converter writes them, in blocks of eight bits; by ranks, and saved."""
+    theirs = hugging_face_model(
+        259, **FAMILIES[family] | dict(intermediate_size=128, eos_token_id=258, head_dim=32)
+    )
+    numbers = {
+        "q_proj": theirs.config.num_attention_heads,
+        "k_proj": theirs.config.num_key_value_heads,
+    }
+    q8_0 = gguf.GGMLQuantizationType.Q8_0
+    tensors = gguf_tensors(theirs)
+    names = gguf.get_tensor_name_map(
+        {arch: number for number, arch in gguf.MODEL_ARCH_NAMES.items()}[theirs.config.model_type],
+        9,
+    )
+    for name, value in theirs.named_parameters():
+        if value.dim() == 2:
+            raw = torch.from_numpy(gguf.quants.quantize(value.detach().numpy(), q8_0))
+            value.data.copy_(dequantised(int(q8_0), raw))
+            if family == "granite 3" and name.split(".")[-2] in numbers:
+                heads = raw.unflatten(0, (numbers[name.split(".")[-2]], 2, -1))
+                raw = heads.transpose(1, 2).flatten(0, 2).contiguous()
+            tensors[names.get_name(name, (".weight",))] = (int(q8_0), raw)
+    file = write_gguf(tmp_path / "a.gguf", gguf_metadata(theirs.config) | BYTES, tensors)
+    ours = assert_equals_transformers(file, theirs)
+    whole = loaded(ours)
+    assert {layer.wqkv.format for layer in whole.layers} == {others.Q8_0}
+    assert_two_ranks_have(ours, whole.layers[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -430,6 +463,10 @@ BAD_GGUF = {
     "size in words": ({"llama.block_count": "two"}, "num_hidden_layers is 'two'; it must be a whole number"),
     "sizes": ({"llama.feed_forward_length": [9, 9]}, "; it must be a whole number"),
     "part of RoPE": ({"llama.rope.dimension_count": 8}, "rope.dimension_count differ: [16, 16, 8]"),
+    "part of RoPE, without a key_length": (
+        {"llama.rope.dimension_count": 8, "llama.attention.key_length": None, "llama.attention.value_length": None},
+        "differ: [8, 16], which is not supported",
+    ),
     "scaling": ({"llama.rope.scaling.type": "longrope"}, "rope_type is 'longrope', which is supported with"),
     "types of others": ({"tokenizer.ggml.token_type": [1, 2]}, "must have a number of 32 bits for each of the 259"),
     "tokens of numbers": ({"tokenizer.ggml.tokens": [1, 2]}, "tokens is an array, a value of the wrong type"),

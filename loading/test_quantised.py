@@ -165,7 +165,8 @@ def write_quantised(folder: Path, how: str, **more):
 
 @pytest.mark.parametrize("family, how", [
     *((None, how) for how in QUANTISED), ("mixtral", "AWQ"), ("qwen 3 moe", "GPTQ"), ("mixtral", "W4A16"),
-    ("qwen 3 moe", "FP8, blocks"), ("qwen 2.5", "GPTQ"), ("granite code", "GPTQ"),
+    ("qwen 3 moe", "FP8, blocks"), ("qwen 2.5", "GPTQ"), ("granite code", "GPTQ"), ("phi 4", "GPTQ"), ("phi 4", "AWQ"),
+    ("granite 3", "GPTQ"), ("seed-oss", "FP8, a scale a row"), ("ministral 3", "W4A16"),
 ])  # fmt: skip
 def test_quantised_safetensors_equal_transformers(copy, cli, family, how):
     """Matrices bit for bit, also as ranks have them; no second loss. A router is not quantised.
@@ -182,10 +183,14 @@ def test_quantised_safetensors_equal_transformers(copy, cli, family, how):
     if hasattr(exact, "experts"):
         assert layer.router.format is None and torch.equal(layer.router.data, exact.gate.weight)
         gate_up, down = exact.experts.gate_up_proj, exact.experts.down_proj
+    elif family == "phi 4":
+        gate_up, down = exact.gate_up_proj.weight[None], exact.down_proj.weight[None]
     else:
         gate_up = torch.cat((exact.gate_proj.weight, exact.up_proj.weight))[None]
         down = exact.down_proj.weight[None]
-    assert torch.equal(layer.w2.dense(), down.flatten(0, 1))
+    factor = dict(ours.config.factors).get("w2", 1.0)  # in the scales of rows, where it is rounded
+    error = (layer.w2.dense() - factor * down.flatten(0, 1)).abs().max()
+    assert error <= (0 if factor == 1 else 1e-6)
     in_turn = gate_up.unflatten(1, (2, -1)).transpose(1, 2)
     assert torch.equal(layer.w13.dense(), in_turn.flatten(0, 2))
     if family or format.group <= 64:

@@ -58,6 +58,7 @@ def test_a_model_is_named(tmp_path):
 @pytest.mark.parametrize("shape, layout, form", [
     ("gqa", None, "e4m3"), ("mqa, tied", None, "e5m2"), ("gqa", "meta, 2 shards", "e4m3"),
     ("mixtral", None, "e4m3"), ("granite code", None, "e4m3"), ("qwen 3", None, "e5m2"),
+    ("granite 3", None, "e4m3"), ("phi 4", None, "e4m3"),
 ])  # fmt: skip
 def test_saved_model_is_the_model(cli, copy, shape, layout, form):
     """Also its chat template, which the name of the original's folder says."""
@@ -141,7 +142,7 @@ def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_sig
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     full = lambda _: SimpleNamespace(free=0)
     ends = [  # a step, what happens in it, what is said, the exit code
-        ("loading.place.free_memory", lambda _: 100_000, "try a smaller", 1),
+        ("loading.place.free_memory", lambda _: 100_000, "GB free: try a", 1),
         ("loading.checkpoint.shutil.disk_usage", full, "has 0.00 GB free: save elsewhere", 1),
         ("loading.loader.Loader.load", fails(KeyboardInterrupt()), "", 130),
     ]

@@ -123,6 +123,8 @@ SPOILED = {
     "another family": (
         spoil_config(model_type="gemma2"), "(supported: llama, ", "): take a model of one of these, or run",
     ),
+    "no family": (spoil_config(model_type={}), "model_type is {}, which is not supported"),
+    "no method": (spoil_config(quantization_config={"quant_method": []}), "quantised as [], which is not supported"),
     "for embeddings": (
         spoil_tensors(lambda t: [t.update({n.removeprefix("model."): t.pop(n)}) for n in [*t]]), "for embeddings or",
     ),
@@ -155,7 +157,7 @@ SPOILED = {
        in dict(mlp_only_layers=[0], decoder_sparse_step=2, shared_expert_intermediate_size=8,
                routed_scaling_factor=2.5).items()},
     **{f"yarn, {name}": (spoil_config(rope_parameters={"rope_type": "yarn", name: value}), f"{name} is {value}")
-       for name, value in (("truncate", False), ("mscale_all_dim", 1.0), ("partial_rotary_factor", 0.5))},
+       for name, value in (("truncate", False), ("partial_rotary_factor", 0.5))},
     **{f"longrope with {name}": (spoil_config(rope_parameters=LONGROPE | {name: value}), "rope_type is 'longrope'")
        for name, value in (("long_factor", [2.0] * 8), ("attention_factor", 1.5))},
     "an eos that is no id": (

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from loading.hub import DEFAULT_MODEL
-from settings import DTYPE_NAMES, FORMAT_NAMES
+from settings import DTYPE_NAMES, FORMAT_NAMES, OPTIONS
 from talk.cli import Parser, add_device_flags, add_option, within
 
 
@@ -54,7 +54,8 @@ def add_model_flags(parser: Parser) -> None:
         help="a checkpoint [models/tales]; or random weights, of random:SHAPE, such as random:7b,"
         " random:SHAPE:LAYERS or random:CONFIG.JSON (random: alone lists the shapes); may be"
         " repeated, as may --dtype, --format, -p, -n and -d, which also take lists with commas")
-    add_option(add, "ctx_size", help="context size; with --perplexity [512]")
+    add_option(add, "ctx_size", type=within(int, 1, 1 << 24),
+        help="context size; with --perplexity [512]")
     add("--dtype", type=several(one_of("auto", *DTYPE_NAMES)), action="extend", default=["auto"],
         metavar="TYPE", help=f"auto, {', '.join(DTYPE_NAMES)}")
     add("--format", type=several(one_of("none", *FORMAT_NAMES)), action="extend", default=["none"],
@@ -70,9 +71,6 @@ def add_counts(add: Callable, *names: str, default: int, help: str) -> None:
     add(*names, type=count, action="extend", default=[default], metavar="N", help=help)
 
 
-MOST_TEXTS = 64
-
-
 def add_test_flags(parser: Parser, modes: str = "") -> None:
     """The flags that say what is timed. modes: those in which they apply, if not all."""
     add = parser.group("tests", modes)
@@ -80,8 +78,8 @@ def add_test_flags(parser: Parser, modes: str = "") -> None:
     add_counts(add, "-p", "--n-prompt", default=512, help=help)
     add_counts(add, "-n", "--n-gen", default=128, help="tokens to generate; 0: none [128]")
     add_counts(add, "-d", "--depth", default=0, help="tokens already in the cache [0]")
-    texts = several(within(int, 1, MOST_TEXTS))
-    add("-np", "--parallel", type=texts, default=[1], metavar="N",
+    texts = several(within(int, 1, int(OPTIONS["parallel"].high)))
+    add("-np", "--parallel", dest="texts", type=texts, default=[1], metavar="N",
         help="texts generated at once; their tokens per second are added up [1]")  # fmt: skip
     runs = within(int, 1, 1000)
     help = "timed runs, after one warm-up"
@@ -113,7 +111,7 @@ def tests_of(parser: Parser, args: argparse.Namespace) -> list[Test]:
     tests = []
     for depth in args.depth:
         tests += [Test("pp", n, depth) for n in args.n_prompt if n]
-    for depth, texts in itertools.product(args.depth, args.parallel):
+    for depth, texts in itertools.product(args.depth, args.texts):
         tests += [Test("tg", n, depth, texts) for n in args.n_gen if n]
     if not tests:
         parser.error("-p 0 leaves nothing to measure")

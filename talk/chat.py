@@ -27,6 +27,7 @@ from talk.cli import (
     show,
     speed,
 )
+from talk.tools import Part, Router
 
 try:
     import readline
@@ -36,6 +37,7 @@ except ImportError:  # some builds of Python lack it: lines are then read withou
 HISTORY = 1000  # messages that the arrow keys reach
 # Typed text is bold green; \001 and \002 enclose what takes up no columns
 YOURS = "\001\033[1;32m\002"
+DIM = "\033[2m"
 PLAIN = "\033[0m"
 
 
@@ -49,6 +51,13 @@ def columns(text: str) -> int:
     return len(shown) + len(wide)
 
 
+def has_colours() -> bool:
+    """Whether stdout is a terminal that obeys control sequences, and may be sent them."""
+    # A dumb terminal shows control sequences instead of obeying them
+    dumb = os.environ.get("TERM", "dumb") in ("", "dumb")
+    return sys.stdout.isatty() and not dumb and not os.environ.get("NO_COLOR")  # no-color.org
+
+
 class Printer:
     """Writes a text to stdout as it arrives. On a terminal, control characters are replaced, and
     each word is held back until it ends and moves to the next line if it does not fit."""
@@ -59,6 +68,19 @@ class Printer:
         self.at_terminal = sys.stdout.isatty()
         self._column = 0
         self._word = ""
+        self._dim = False
+
+    def write_parts(self, parts: list[Part]) -> None:
+        """Write parts of an answer, dimmed what is thought."""
+        for part in parts:
+            dim = part.kind == "thought"
+            if dim and not self._dim:
+                show(DIM)
+            if self._dim and not dim:
+                self.write("\n\n")
+                show(PLAIN)
+            self._dim = dim
+            self.write(part.text)
 
     def write(self, text: str) -> None:
         text = self.first + text
@@ -71,7 +93,8 @@ class Printer:
         """End the line, after what is held back or, if the text is cut, without it."""
         if cut:
             self._word = ""
-        show(self._release() + "\n")
+        show(self._release() + "\n" + PLAIN * self._dim)
+        self._dim = False
         self._column = 0
 
     def _wrapped(self, char: str) -> str:
@@ -135,10 +158,17 @@ class Output:
         printer = Printer(first)
         hidden = self.quiet or None  # None: if stderr is no terminal
         self._bar = tqdm(desc="prompt", unit=" tokens", delay=2, leave=False, disable=hidden)
+        router = Router(thinks=generation.thinks) if has_colours() else None
         with self._bar, suppress(KeyboardInterrupt), closing(generation):
             for piece in generation:
-                if not self.jsonl:
+                if self.jsonl:
+                    continue
+                if router:
+                    printer.write_parts(router.push(piece.text))
+                else:
                     printer.write(piece.text)
+        if router and not self.jsonl:
+            printer.write_parts(router.finish())
         if self.jsonl:
             show(json.dumps({"prompt": prompt} | record(generation)) + "\n")
         else:
@@ -218,9 +248,8 @@ class Reader:
                 show(self.plain)
 
     def _set_up_editing(self) -> None:
-        # A dumb terminal shows control sequences instead of obeying them
         dumb = os.environ.get("TERM", "dumb") in ("", "dumb")
-        if not dumb and not os.environ.get("NO_COLOR"):  # https://no-color.org
+        if has_colours():
             self.colour = YOURS
             self.plain = PLAIN
         # Bracketed paste is off by default in CPython

@@ -148,6 +148,8 @@ def exit_code(work: Callable[..., int], args: argparse.Namespace) -> int:
     from ranks.processes import Ranks
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # of whatever library, in one line like ours
+    warnings.showwarning = lambda message, *_: note(f"note: {one_line(str(message))}")
     ranks = Ranks.of_torchrun()
     try:
         if args.ignored and not vars(args).get("quiet"):
@@ -436,7 +438,9 @@ def add_device_flags(parser: Parser, writes: str = "") -> None:
 def options_of(args: argparse.Namespace, **changes) -> dict[str, object]:
     """The options of a run that flags give, as keyword arguments of Session and of checkpoint.load.
     changes: what is different here."""
-    return {name: getattr(args, name) for name in OPTIONS} | changes
+    defaults = {name: getattr(Options, name) for name in OPTIONS}
+    given = {name: value for name, value in vars(args).items() if name in OPTIONS}
+    return defaults | given | changes
 
 
 def add_proposal_flags(add: Callable) -> None:
@@ -484,15 +488,14 @@ def settle_model(args: argparse.Namespace) -> None:
 
 def set_environment(args: argparse.Namespace) -> None:
     """Set what libraries read from the environment when they are imported: whether Triton
-    interprets kernels, which it does on a CPU, and whether huggingface_hub shows its progress; and
-    how warnings are shown."""
+    interprets kernels, which it does on a CPU, and whether huggingface_hub shows its progress."""
     import torch
 
-    # of whatever library, in one line like ours
-    warnings.showwarning = lambda message, *_: note(f"note: {one_line(str(message))}")
     if args.quiet:
         warnings.simplefilter("ignore")
-    on_cpu = args.device == "cpu" or args.device == "auto" and not torch.cuda.is_available()
+    on_cpu = args.device == "cpu"
+    if args.device == "auto" and args.backend == "triton":  # only then, since torch may warn
+        on_cpu = not torch.cuda.is_available()
     if args.backend == "triton" and on_cpu:
         os.environ["TRITON_INTERPRET"] = "1"
     if args.quiet:
@@ -511,7 +514,6 @@ def open_session(args: argparse.Namespace, ranks: Ranks) -> Session:
         draft=args.draft,
         draft_max=args.draft_max,
         draft_always=args.draft_always,
-        parallel=vars(args).get("parallel", 1),
         ranks=ranks,
         sampling=sampling_flags(args),
         **options_of(args),

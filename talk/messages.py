@@ -124,7 +124,14 @@ class CountRequest(ModelRequest):
             texts = [block.text for block in blocks if block.type == "text"]
             if results and not texts:
                 continue
-            message = {"role": said.role, "content": "\n".join(texts)}
+            text = "\n".join(texts)
+            if said.role == "system":  # templates have no place for it between other messages
+                if messages and messages[-1]["role"] == "user":
+                    messages[-1]["content"] += f"\n\n{text}"
+                else:
+                    messages.append({"role": "user", "content": text})
+                continue
+            message = {"role": said.role, "content": text}
             if thought := "".join(block.thinking for block in blocks):
                 message["reasoning_content"] = thought
             if calls := [chat_call(block) for block in blocks if block.type == "tool_use"]:

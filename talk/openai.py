@@ -8,6 +8,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import (
@@ -33,14 +34,11 @@ from settings import FILTERS, RANDOM, SETTINGS, Setting
 from talk.cli import note_once, speed
 from talk.tools import (
     HERMES,
-    THINK,
-    THOUGHT,
     Answer,
     Part,
     Router,
     Style,
     call_grammar,
-    control_marks,
     style_of,
 )
 
@@ -69,10 +67,10 @@ KINDS |= {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 def error_body(error: HTTPException) -> dict:
     """What clients of OpenAI's API and of Anthropic's look for."""
     kind = KINDS.get(error.status_code, "invalid_request_error")
-    code = getattr(error, "code", error.detail.lower().replace(" ", "_"))
+    code = getattr(error, "code", HTTPStatus(error.status_code).name.lower())
     param = getattr(error, "param", None)
     said = dict(message=one_line(error.detail), type=kind, code=code, param=param)
-    return {"type": "error", "error": said}
+    return {"error": said, "type": "error"}
 
 
 # ---- what answers have in common
@@ -694,7 +692,6 @@ class ChatCompletionRequest(GenerationRequest):
 
     def choice(self, session: Session, index: int, **options) -> Answer:
         prompt = self.prompt(session)
-        thinks = prompt.text.rstrip().endswith(THINK)
         style = self.style(session)
         forced = self.forced()
         if not style and self.tools and self.tool_choice != "none":
@@ -709,13 +706,13 @@ class ChatCompletionRequest(GenerationRequest):
         text = session.chat(
             prompt,
             logprobs=self.top_logprobs if self.logprobs else None,
-            shown=control_marks(style),
+            shown=style.control if style else (),
             grammar=grammar,
-            after=THOUGHT if thinks else "",
             **self.options(index),
             **options,
         )
-        return Answer(text, Router(style, schemas(self.tools), thinks), self.parallel_tool_calls)
+        router = Router(style, schemas(self.tools), prompt.thinks)
+        return Answer(text, router, self.parallel_tool_calls)
 
     def forced(self) -> dict[str, dict]:
         """The tools of which one has to be called, as Router takes them."""

@@ -115,7 +115,7 @@ CLAUDE_TOOL = {"name": "get_weather", "input_schema": PARAMETERS}
 def test_anthropic_messages(scripted, anthropic_client):  # noqa: F811
     asks = dict(model="tiny", max_tokens=500, messages=[USER], tools=[CLAUDE_TOOL])
     system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
-    scripted.say(TEXT, TEXT, "Fine.", "a b STOP c")
+    scripted.say(TEXT, TEXT, "Fine.")
     whole = anthropic_client.messages.create(**asks, system=system)
     with anthropic_client.messages.stream(**asks, system=system) as stream:
         final = stream.get_final_message()
@@ -143,6 +143,11 @@ def test_anthropic_messages(scripted, anthropic_client):  # noqa: F811
     assert "<think>Hm.</think>I look.<tool_call>" in prompt and prompt.index(
         "tool\nrain"
     ) < prompt.index("And now?")
+    within = [USER, {"role": "system", "content": "Be kind."}]  # as Claude Code does
+    scripted.say("Yes.")
+    anthropic_client.messages.create(**asks | {"messages": within})
+    assert "user\nWeather?\n\nBe kind.<|im_end|>" in scripted.prompts[-1]
+    scripted.say("a b STOP c")
     stopped = anthropic_client.messages.create(**asks, stop_sequences=["x", "STOP"])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "STOP")
 

@@ -1,7 +1,6 @@
 """Tests of requests and answers with a model that says what a test wants it to say."""
 
 import json
-from types import SimpleNamespace
 
 import httpx2 as httpx
 import pytest
@@ -36,32 +35,47 @@ class Scripted:
         file.write_text(template)
         options = dict(dtype="fp32", device="cpu", ctx_size=1024)
         self.session = Session(folder, chat_template=str(file), **options)
+        self.sample = self.session.model.ops.sample
         self.prompts: list[str] = []
 
     def say(self, *texts: str) -> None:
-        """Say these texts next, one for each request."""
+        """Say these texts next, one for each request; then what the model says."""
         left = [*texts]
+        tokenizer = self.session.tokenizer
+        prompt: list[int] = []
+        ids: list[int] = []
 
-        def decode(model, state, n):
-            tokenizer = self.session.tokenizer
-            self.prompts.append(tokenizer.decode(state.tokens[: state.pos].tolist()))
-            ids = tokenizer.encode(left.pop(0), bos=False) + [tokenizer.eos]
-            begin = state.pos
-            for i, id in enumerate(ids[:n]):
-                state.seek(begin + i)
-                yield id
+        def next_token(history: list[int]) -> int | None:
+            nonlocal prompt, ids
+            said = len(history) - len(prompt)
+            if not (0 < said < len(ids) and history == prompt + ids[:said]):
+                if not left:
+                    return None
+                self.prompts.append(tokenizer.decode(history))
+                prompt, said = history, 0
+                ids = tokenizer.encode(left.pop(0), bos=False) + [tokenizer.eos]
+            return ids[said]
 
-        self.session.speculation = SimpleNamespace(decode=decode)
+        def sample(logits, pass_) -> None:
+            for place, position in zip(pass_.place.tolist(), pass_.position.tolist()):
+                token = next_token(pass_.tokens[place - position : place + 1].tolist())
+                if token is None:
+                    self.sample(logits, pass_)
+                    return
+                pass_.tokens[place + 1] = pass_.drawn[place + 1] = token
+
+        self.session.model.ops.sample = sample
 
     def ask(self, path: str, body: dict) -> bytes:
         """Raises APIError."""
         request = parse_request(json.dumps(body).encode(), ENDPOINTS[path])
         try:
-            return b"".join(request.answer(self.session, "tiny", lambda *_: None))
+            return b"".join(request.answer(self.session, "tiny"))
         except ValueError as error:
             raise APIError(str(error)) from None
         finally:
-            self.session.end()
+            for text in request.texts:
+                text.close()
 
     def object(self, path: str, **body) -> dict:
         return json.loads(self.ask(path, body))
@@ -208,3 +222,30 @@ def test_tools_that_are_refused(scripted):
         with pytest.raises(APIError) as refused:
             scripted.object(CHATS, **ASKED | body)
         assert refused.value.param == name, body
+
+
+def test_infill(scripted, monkeypatch):
+    """The marks are those of the vocabulary."""
+    marks = {"<fim_prefix>": 5, "<fim_suffix>": 6, "<fim_middle>": 7}
+    with monkeypatch.context() as patch:
+        patch.setattr(scripted.session.tokenizer, "control", marks)
+        prompts = []
+        patch.setattr(scripted.session.model, "check", prompts.append)
+        scripted.say("x")
+        body = dict(
+            input_prefix="a ",
+            input_suffix=" c",
+            prompt="b",
+            input_extra=[{"filename": "f", "text": "t"}],
+        )
+        assert scripted.object("/infill", **body)["content"].strip() == "x"
+    decode = scripted.session.tokenizer.decode
+    ids = prompts[0]
+    before, after = ids[: ids.index(6)], ids[ids.index(6) :]
+    assert (
+        before[-len(before) + before.index(5)] == 5
+        and decode(before[before.index(5) + 1 :]).strip() == "f\nt\n\na b"
+    )
+    assert after[-1] == 7 and decode(after[1:-1]).strip() == "c"
+    with pytest.raises(APIError, match="no marks"):
+        scripted.object("/infill", input_prefix="a", input_suffix="b")

@@ -14,12 +14,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from grammars import json_value, literal
+from tokenizer import THINK, THOUGHT
 
 if TYPE_CHECKING:  # it imports torch
     from logprobs import Logprob
     from session import Generation, Piece
-
-THINK, THOUGHT = "<think>", "</think>"  # around what is thought, at the beginning of a text
 
 
 class Call(NamedTuple):
@@ -179,11 +178,6 @@ STYLES = [
     Style(r'"parameters": |python_tag', ["<|python_tag|>"], "", read_llama, "", "parameters", "{"),
     HERMES._replace(template=r"\btools\b"),
 ]  # fmt: skip
-
-
-def control_marks(style: Style | None) -> list[str]:
-    """The control tokens that are needed to read a text."""
-    return [THINK, THOUGHT, *(style.control if style else ())]
 
 
 def style_of(template: str) -> Style | None:

@@ -156,6 +156,18 @@ FAMILIES = {  # what each adds to Llama 2, as its config.json has it, but small
         num_experts=6, num_experts_per_tok=3, norm_topk_prob=True,
     ),
     "mixtral": dict(model="Mixtral", num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),
+    "phi 4": dict(model="Phi3", num_key_value_heads=2, pad_token_id=None),
+    "granite 3": dict(
+        model="Granite", num_key_value_heads=2, tie_word_embeddings=True, embedding_multiplier=3.0, logits_scaling=2.0,
+        residual_multiplier=0.7, attention_multiplier=0.2, rms_norm_eps=1e-3,
+    ),
+    "seed-oss": dict(model="SeedOss", num_key_value_heads=2, head_dim=24),
+    "ministral 3": dict(
+        model="Ministral3", num_key_value_heads=2, head_dim=24, rope_parameters=dict(
+            rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=128, mscale=1.0,
+            mscale_all_dim=0.5, llama_4_scaling_beta=0.1, beta_fast=32.0, beta_slow=1.0,
+        ),
+    ),
 }  # fmt: skip
 
 UNDIVIDED = "qwen 3 moe, shares of all experts"  # not of those that a token goes through
@@ -828,6 +840,31 @@ def with_dense_weights(model) -> None:
 
 
 @functools.cache
+def random_matrix(format, N: int, K: int, bias: torch.Tensor | None = None) -> Matrix:
+    """Where a format keeps what others have quantised: random codes and numbers of groups."""
+    if not isinstance(format, others.FileGroups):
+        weights = randn(N, K, dtype=torch.float32, scale=K**-0.5)
+        if format is not others.E4M3_128:
+            return Matrix(format.encode(weights), format, bias=bias)
+        weights = Matrix(E4M3.encode(weights), E4M3)
+        rows = formats.Quantised(weights.data.cpu(), weights.tensors[1].cpu().repeat(1, K // 128))
+    else:
+        shape = N, K // format.group
+        least, most = {4: (0, 16), 6: (0, 32), 8: (-127, 128)}[format.bits]
+        numbers = dict(scale=torch.rand(shape) + 0.5)
+        if isinstance(format.scaling, others.Zero):
+            numbers["zero"] = torch.randint(0, 16, shape).float()
+        elif type(format.scaling) is not others.Scaling:
+            numbers["minimum"] = torch.randn(shape)
+        if isinstance(format.scaling, others.Parts):
+            numbers["parts"] = tuple(torch.randint(1, 64, (N, K // 32)).float() for _ in range(2))
+        rows = formats.Quantised(torch.randint(least, most, (N, K), dtype=torch.int8), **numbers)
+    out = format.empty(N, K, torch.device("cpu"))
+    format.write(rows, out)
+    out[-1].mul_(K**-0.5 / format.decoded(out).square().mean().sqrt())
+    return Matrix(tuple(t.to(DEVICE) for t in out), format, bias=bias)
+
+
 def int4_matrix(N: int, K: int) -> Matrix:
     torch.manual_seed(5)
     w = torch.randn(N, K, device=DEVICE) * torch.logspace(-4, 2, N, device=DEVICE)[:, None]
@@ -913,7 +950,8 @@ def server():
         yield served
         accessed = r'127\.0\.0\.1:\d+ - "[A-Z]+ \S+ HTTP/1\.1" \d{3}\n'
         speeds = r"\d+ tokens(, [\d.]+ tokens/s)?(; prompt: .* s)?\n"
-        known = re.compile(f"{accessed}|{speeds}")
+        no_tools = "note: the chat template knows no tools: it is not told of those of requests\n"
+        known = re.compile(f"{accessed}|{speeds}|{no_tools}")
         strange = [line for line in served.lines[3:] if not known.fullmatch(line)]
         assert not strange, "the server's log has lines that are no request: mend what wrote them"
 
@@ -1240,8 +1278,9 @@ def stored(content: bytes, file: Path) -> None:
 
 INDEX = "model.safetensors.index.json"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 999\n"
-# at the start of a block; others have one, Q6_K's is the last
-HALVES = {"Q4_1": 2, "Q5_1": 2, "Q4_K": 2, "Q5_K": 2}
+# in a block: how many, if not one, and where they begin, if not at its start
+HALVES = {"Q4_1": 2, "Q5_1": 2, "Q4_K": 2, "Q5_K": 2, "Q2_K": 2}
+HALVES_AT = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}
 ALPHABET = tokenizers.pre_tokenizers.ByteLevel.alphabet()
 BYTES = {  # a vocabulary of one token a byte
     "tokenizer.ggml.model": "gpt2",
@@ -1261,7 +1300,9 @@ GGUF_KEYS = {
     "attention.head_count_kv": "num_key_value_heads", "attention.value_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps", "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_feed_forward_length": "moe_intermediate_size", "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
 }  # fmt: skip
 SCALING_KEYS = {
     "type": "rope_type", "factor": "factor", "yarn_beta_fast": "beta_fast",
@@ -1284,7 +1325,7 @@ def random_blocks(number: int, N: int, K: int, std: float = 0.1) -> torch.Tensor
     """Rows of blocks of random bits, but for scales that give the values this deviation."""
     kind, count = ggml.TYPES[number], HALVES.get(ggml.TYPES[number].name, 1)
     blocks = torch.randint(256, (N, K // kind.block, kind.nbytes), dtype=torch.uint8)
-    start, scales = 208 if kind.name == "Q6_K" else 0, torch.randn(N, K // kind.block, count)
+    start, scales = HALVES_AT.get(kind.name, 0), torch.randn(N, K // kind.block, count)
     for size in (1, None):
         size = size or std / numpy.std(dequantised(number, blocks.view(N, -1)).numpy())
         blocks[..., start : start + 2 * count] = (size * scales).half().view(torch.uint8)

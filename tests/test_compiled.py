@@ -109,6 +109,21 @@ def launch_linear_add(dtype: torch.dtype, T: int, format, bias=None) -> None:
     kernels.fused.linear_add(x, w, residual)
 
 
+def launch_many(dtype: torch.dtype, format) -> None:
+    """Every epilogue of a product of many tokens, in matrices that Hopper's kernel takes."""
+    T, C, H, D = 30, 256, 2, 64
+    x, norm = torch.zeros(T, C, dtype=dtype), torch.zeros(C, dtype=dtype)
+    _, layer, state = op_arguments("rmsnorm_qkv_rope", dtype, (H, H, D), T, 300, 500)[0]
+    wqkv, w13 = (blank(N, C, format, dtype) for N in (3 * H * D, 96))
+    layer = changed(layer, attention_norm=norm, ffn_norm=norm, wqkv=wqkv, w13=w13)
+    cached = [torch.zeros(H, 500, D, dtype=torch.int8) for _ in range(2)]
+    for k, v in ((state.k[1], state.v[1]), cached):
+        in_types = changed(state, k=(None, k), v=(None, v))
+        kernels.fused.rmsnorm_qkv_rope(x, layer, in_types)
+    kernels.fused.rmsnorm_swiglu(x, layer, state)
+    kernels.fused.rmsnorm_linear(x, norm, w13, state, torch.zeros(T, 96))
+
+
 def launch_exchange(dtype: torch.dtype, format) -> None:
     """What several ranks do with their parts of a product."""
     new = partial(torch.zeros, dtype=dtype)
@@ -138,6 +153,7 @@ def launch_products(dtype: torch.dtype) -> None:
         launch_ops([op for op in OPS if op != "attention"], dtype, T)
     for T, format in itertools.product((1, 3, 60), (INT4, E4M3)):
         launch_linear_add(dtype, T, format)
+    launch_many(dtype, INT4)
     qk_norm = torch.zeros(2, 128, dtype=dtype)
     for T in (1, 96):
         launch_ops(["rmsnorm_qkv_rope"], dtype, T, (8, 2, 128), qk_norm=qk_norm)

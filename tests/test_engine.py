@@ -21,7 +21,7 @@ from engine import Engine, Timings, generate
 from launch import captured
 from loading.checkpoint import load
 from passes import LENGTHS, MOST_TEXTS, PROMPT_CHUNK, ContextFull, Passes
-from sampling import Sampling
+from sampling import Sampling, mask_without
 from speculation.proposals import Draft, Lookup
 from tests.helpers import (
     BACKENDS,
@@ -55,6 +55,7 @@ SETTINGS = [
     Sampling(temp=2, top_k=0, top_p=1, min_p=0, seed=5),
     Sampling(repeat_penalty=1.5, repeat_last_n=6, seed=0),
     Sampling(temp=0, repeat_penalty=1.1, repeat_last_n=-1),
+    Sampling(temp=0, presence_penalty=0.5, frequency_penalty=0.7),
 ]
 SYSTEM = [1, 5, 9, 3, 7, 7, 4, 8, 6, 5, 4, 3]
 WAYS = {
@@ -70,6 +71,7 @@ A_TEXT = st.fixed_dictionaries(dict(
     new=st.lists(st.integers(3, 9) | st.integers(3, 299), min_size=1, max_size=9),
     n=st.sampled_from([0, 1, 5, 9, -1]),  # the last fills the context
     sampling=st.sampled_from(SETTINGS),
+    bias=st.sampled_from([None, None, {7: 9.0, 20: -9.0}]),
     eos=st.sampled_from([[], [*range(3, 60)], [-1, 999]]),
     ignore_eos=st.booleans(),
     ends=st.none() | st.integers(1, 6),  # stops at that token
@@ -77,6 +79,9 @@ A_TEXT = st.fixed_dictionaries(dict(
     taken=st.none() | st.none() | st.integers(0, 6),  # is closed after so many
     scores=st.sampled_from([None] * 5 + [0, 2]),
 ))  # fmt: skip
+
+
+OPTIONS = "n", "sampling", "bias", "eos", "ignore_eos"
 
 
 @contextlib.contextmanager
@@ -121,10 +126,8 @@ def test_a_text_is_the_same_in_any_company(
         expected = []
         for text in texts:
             text["prompt"] = SYSTEM[: text["kept"]] + text["new"]
-            names = "n", "sampling", "eos", "ignore_eos"
-            options = {name: text[name] for name in names}
-            alone = Engine(exact, 1, size)
-            whole = [*generate(exact, text["prompt"], alone, **options)]
+            options = {name: text[name] for name in OPTIONS}
+            whole = [*Written(Engine(exact, 1, size), text["prompt"], **options)]
             expected.append(whole[: text["ends"]])
         if in_graphs and not ON_GPU:
             decode_in_graphs(patch)
@@ -161,8 +164,7 @@ def check_company(engine: Engine, texts: list[dict], expected: list[list[int]], 
                 raise ZeroDivisionError
             return count == text["ends"]
 
-        names = "n", "sampling", "eos", "ignore_eos", "scores"
-        options = {name: text[name] for name in names}
+        options = {name: text[name] for name in (*OPTIONS, "scores")}
         open_ones.append((text, whole, Written(engine, text["prompt"], ends, **options)))
     interrupts = 0
     while open_ones:
@@ -575,6 +577,46 @@ def test_bans_are_those_of_one_text(tiny_model):
     assert tuple([*text] for text in texts) == expected
 
 
+@pytest.mark.parametrize("where", ["on a CPU", "in graphs"])
+def test_a_constraint_is_that_of_one_text(tiny_model, monkeypatch, where):
+    """It sees all tokens before the next one, and if it fails, at whatever token, its text ends."""
+    V, prompt, n = tiny_model.config.vocab_size, [1, 5], 5
+    plain = greedy(tiny_model, prompt, n)
+    if where == "in graphs":
+        decode_in_graphs(monkeypatch)
+
+    class Counting:
+        """Only 10, then only 11 and so on, up to where it fails."""
+
+        def __init__(self, ends: int = 99, accepts: int = 99):
+            self.ends, self.accepts, self.next = ends, accepts, 10
+
+        def mask(self) -> torch.Tensor:
+            if self.next == self.ends:
+                raise ValueError("too complex")
+            return mask_without({*range(V)} - {self.next}, V)
+
+        def accept(self, token: int) -> None:
+            if token == self.accepts:
+                raise ValueError("unknown")
+            assert token == self.next
+            self.next += 1
+
+    engine = Engine(tiny_model, 3)
+    constraints = Counting(), None, Counting(ends=10), Counting(ends=12), Counting(accepts=11), None
+    options = dict(sampling=MOST_PROBABLE, n=n)
+    texts = [Written(engine, prompt, constraint=each, **options) for each in constraints]
+    assert [*texts[5]] == plain and [*texts[1]] == plain
+    assert [*texts[0]] == [10, 11, 12, 13, 14]
+    for text, tokens, error in (
+        (texts[2], [], "too complex"), (texts[3], [10, 11], "too complex"), (texts[4], [10], "unknown"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=error):
+            list(text)
+        assert text.tokens == tokens
+    assert engine.idle
+
+
 @BACKENDS
 @pytest.mark.parametrize("kv_fp8", [False, True])
 def test_context_to_its_last_place(tiny, kv_fp8, backend):
@@ -682,6 +724,7 @@ def test_the_host_is_one_pass_ahead(exact, monkeypatch):
     beside = [Written(engine, [9, i], n=4, **options) for i in (3, 4)]
     assert [len(list(text)) for text in beside] == [4, 4] and engine.idle
     assert 2 in launched and sum(launched[3:]) == 6, "a pass for each token but the first"
+    assert len(stopped.tokens) == 3, "a text that has ended is read"
 
 
 def test_padding_stays_where_it_is(exact, monkeypatch):
@@ -692,12 +735,9 @@ def test_padding_stays_where_it_is(exact, monkeypatch):
     engine = Engine(exact, 3)
     expected = [greedy(exact, prompt, 40) for prompt in prompts]
     assert together(engine, prompts, 40) == expected
-    pass_, cache = engine.passes.of(4, 4), engine.cache
-    assert pass_.place.tolist()[3:] == [cache.spare] and pass_.segments[3].tolist()[:2] == [
-        cache.spare,
-        0,
-    ]
-    assert pass_.place.tolist()[:3] == [slot.first + 41 for slot in engine.slots]
+    pass_, spare = engine.passes.of(4, 4), engine.cache.spare
+    assert pass_.place.tolist()[0] > 30 and pass_.place.tolist()[3] == spare
+    assert pass_.segments[3].tolist()[:2] == [spare, 0]
 
 
 @pytest.mark.parametrize("top_k, other_top_k", [(5, 3), (40, 30)], ids=["listed", "sorted"])

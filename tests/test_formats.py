@@ -24,6 +24,7 @@ from loading.checkpoint import load, save
 from loading.place import pick_dtype
 from tests.helpers import (
     DEVICE,
+    FILE_FORMATS,
     FLOATS_8,
     INF,
     NAN,
@@ -43,6 +44,7 @@ from tests.helpers import (
     nmse,
     op_arguments,
     randn,
+    random_matrix,
     with_dense_weights,
 )
 
@@ -252,6 +254,30 @@ def test_activations_as_codes():
     assert nmse(E4M3.floats(codes), nearest) < 1e-5
 
 
+@pytest.mark.parametrize("form", [*FORMATS.values(), *FILE_FORMATS, OWN], ids=lambda f: f.name)
+def test_many_tokens(form):
+    """Tiles of rows and blocks of tokens that are not full; matrices for which several programs
+    share a tile on Hopper, and which its own kernel does not take; each epilogue."""
+    dtype = torch.float16
+    draws = [(17, 200, 2048), (64, 68, 1024)] + (
+        [(100, 400, 768), (33, 128, 2304)] if ON_GPU else []
+    )
+    for T, N, K in draws:
+        w = random_matrix(form, N, K, bias=randn(N, dtype=dtype))
+        exact_w = dense(w)
+        x, norm = randn(T, K, dtype=dtype), torch.rand(K, device=DEVICE).to(dtype) + 0.5
+        residual = randn(T, N, dtype=dtype)
+        layer = SimpleNamespace(ffn_norm=norm, w13=w)
+        exact_layer = SimpleNamespace(ffn_norm=norm.float(), w13=exact_w)
+        state = SimpleNamespace(norm_eps=1e-5)
+        y = kernels.linear_add(x, w, residual.clone(), accumulate="fp32")
+        right = kernels.linear_add_ref(x.float(), exact_w, residual.float())
+        assert nmse(y, right) < 1e-5, (T, N, K)
+        y = kernels.rmsnorm_swiglu(x, layer, state, accumulate="fp32")
+        right = kernels.rmsnorm_swiglu_ref(x.float(), exact_layer, state)
+        assert nmse(y, right) < 2e-5, (T, N, K)
+
+
 @pytest.mark.parametrize("K", [96, 4448])
 def test_int4_recoded_as_e4m3(K):
     N = 67  # which the rows of a program do not divide
@@ -282,6 +308,8 @@ def test_bytes_of_a_copy_that_a_prompt_needs(grouped_folder, monkeypatch):
         (m,) = encoded([w], format)
         for accumulate, size in (("auto", auto), ("fp32", fp32)):
             assert products.copy_bytes(m, torch.float16, accumulate) == size, (format, accumulate)
+        coded = lambda device, bits, kind, each: each >= 16  # instead of launch sizes
+        monkeypatch.setattr(experts, "many_sizes", coded)
         of_experts = [experts.copy_bytes(m, "auto", each) for each in (15, 16)]
         assert of_experts == [0, in_e4m3 if format is INT4 else 0], format
         assert experts.copy_bytes(m, "fp32", 16) == 0

@@ -3,11 +3,13 @@
 import io
 import itertools
 import json
+import os
 import random
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -187,13 +189,14 @@ def test_settings_that_are_not_supported(cli, copy):
 @pytest.mark.parametrize("fields, size, context", [
     ({}, None, "256,"), ({}, 0, "256,"), ({}, 16, "16,"),
     ({}, 257, "257 (beyond the model's 256: expect nonsense there),"),
-    (dict(max_position_embeddings=5000), None, "4096,"), (dict(max_position_embeddings=5000), 0, "5000,"),
+    (dict(max_position_embeddings=5000), None, "5000,"), (dict(max_position_embeddings=9999), None, "8192,"),
+    (dict(max_position_embeddings=5000), 0, "5000,"),
     (dict(model_type="mistral", max_position_embeddings=8192), None, "4096,"),
     (dict(model_type="mistral", sliding_window=99), 99, "99,"),
     (dict(model_type="mistral", sliding_window=None), 5000, "5000 (beyond the model's 256: "),
 ])  # fmt: skip
 def test_size_of_the_context(cli, copy, fields, size, context):
-    """If none is given, the model's own, but at most 4096; of 0, the model's own, however large."""
+    """If none is given, the model's own, but at most 8192; of 0, the model's own, however large."""
     edit(copy / "config.json", **fields)
     flags = [] if size is None else ["-c", size]
     code, _, err = cli("-m", copy, "-p", "Once", "-n", 1, *flags)
@@ -356,12 +359,13 @@ def test_flags_that_are_not_given():
     expected = dict(
         n_predict=-1, stop=[], ignore_eos=False, no_escape=False, min_p=None, repeat_last_n=None,
         temp=None, top_k=None, top_p=None, repeat_penalty=None, ctx_size=None, dtype="auto",
+        json_schema=None, grammar=None,
         format=None, kv_fp8=False, device="auto", threads=None, lookup=None, draft_max=4, draft_always=False,
         mode="text", output="text", quiet=False, model=str(cli_module.DEFAULT_MODEL),
     )  # fmt: skip
     assert {name: args[name] for name in expected} == expected
     usual = dict(temp=0.8, top_k=40, top_p=0.95, min_p=0.05, repeat_penalty=1, repeat_last_n=64)
-    assert vars(Sampling()) == usual | {"seed": 0}
+    assert vars(Sampling()) == usual | dict(presence_penalty=0, frequency_penalty=0, seed=0)
     seeds = {run.parse_args(flags).seed for flags in ([], [], ["-s", "-1"], ["-s", "-1"])}
     assert len(seeds) == 4 and min(seeds) >= 0, "a random seed is another one each time"
     assert run.parse_args(["--fp8"]).format == "e4m3"
@@ -369,7 +373,8 @@ def test_flags_that_are_not_given():
     zeros = "--temp 0 --top-k 0 --top-p 0 --min-p 0 --repeat-last-n 0 -s 0 -n 0 -p x".split()
     names = ("temp", "top_k", "top_p", "min_p", "repeat_last_n", "seed")
     assert run.sampling_flags(run.parse_args(zeros)) == dict.fromkeys(names, 0)
-    assert run.text_options(run.parse_args(zeros)) == dict(n=0, stop=[], ignore_eos=False)
+    options = dict(n=0, stop=[], ignore_eos=False, schema=None)
+    assert run.text_options(run.parse_args(zeros)) == options
     words = r"--no-escape --chat -p \n -sys \n --stop \n".split()
     literal = run.parse_args(words)
     assert literal.prompt == literal.system == r"\n" and literal.stop == [r"\n"]
@@ -384,6 +389,7 @@ def test_flags_that_are_not_given():
     (run.main, "--int4 --fp8", "both say"),
     (run.main, "--lookup 2 --draft x", "--lookup and --draft both propose tokens; use one"),
     (run.main, "--chat -sys a -sysf b", "both give a system prompt; use one"),
+    (run.main, "-p a -j {} --grammar-file b", "--json-schema and --grammar-file both say what the text has to be"),
     (run.main, "-p a -f b", "--prompt and --file both give a prompt; use one"),
     (run.main, "--draft-max 8 -p a", "--draft-max is for --draft"),
     (run.main, "--seed 1e99", "-s/--seed: 1e99: must be a whole number "),
@@ -431,9 +437,9 @@ def test_ids_beyond_the_vocabulary(cli, copy):
     edit(copy / "generation_config.json", bos_token_id=-7, eos_token_id=[2, 9999])
     code, _, said = cli("-m", copy, "-p", "a", "-n", 1)
     assert code == 0
-    for name in "config.json: bos_token_id is -7;", "config.json: eos_token_id is [2, 9999];":
+    for name in "config.json: bos_token_id is -7,", "config.json: eos_token_id is [2, 9999],":
         [line] = [line for line in said.splitlines() if name in line]
-        assert line.startswith("note: ") and line.endswith("does not have are ignored")
+        assert line.startswith("note: ") and line.endswith("others are ignored")
     assert cli("-m", copy, "-p", "a", "-n", 1, "--quiet")[2] == ""
 
 
@@ -462,7 +468,9 @@ def test_errors_with_and_without_their_traceback(cli, tiny, tmp_path, monkeypatc
     assert code == 1 and out == "" and err.startswith("Traceback")
     assert re.search(r"\nFileNotFoundError: .+\n$", err)
     monkeypatch.setattr("loading.place.free_memory", lambda device: 1_000_000)
-    assert_refused(cli("-m", tiny, "-p", "a"), "weights", "cache of 256 tokens", "smaller ctx_size")
+    assert_refused(
+        cli("-m", tiny, "-p", "a"), "weights", "cache of 256 tokens", "a ctx_size of at most "
+    )
 
 
 @pytest.mark.parametrize("script", ["run.py", "bench.py"])
@@ -492,6 +500,47 @@ def test_machine_without_torch(tmp_path):
     shown = in_shell(command, stdin=subprocess.DEVNULL)
     result = (shown.returncode, shown.stdout, shown.stderr)
     assert_refused(result, "pip install -r requirements.txt")
+
+
+def test_a_gpu_that_torch_does_not_see_gets_one_line(tiny, tmp_path, monkeypatch, capfd):
+    (tmp_path / "nvidia-smi").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run_on = caller(run.main, monkeypatch, capfd, "--device")
+    rest = ("-m", tiny, "-p", "a", "-n", 1)
+    code, _, err = run_on("auto", *rest)
+    first, *lines = err.splitlines()
+    assert code == 0 and first.startswith("note: torch sees no GPU, although there is")
+    assert first.endswith("; this runs on the CPU") and " on cpu, " in err
+    assert not any("GPU" in line for line in lines)
+    assert "GPU" not in run_on("cpu", *rest)[2]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+@pytest.mark.parametrize("version", [(3, 10), (3, 11), (3, 13), (3, 14)])
+def test_make_wants_a_python_that_torch_knows(tmp_path, version):
+    """One line says so, before anything is set up."""
+    shutil.copy(HERE / "Makefile", tmp_path)
+    (tmp_path / "requirements.txt").touch()
+    python = tmp_path / "python3.x"
+    python.write_text(
+        f"""#!/bin/sh
+        [ "$1" = -c ] || {{ echo "ran $*"; exit 1; }}
+        exec "{sys.executable}" -c "import sys; sys.version_info = (*{version}, 4, 'final', 0); $2"
+        """
+    )
+    python.chmod(0o755)
+    unset = "unset MAKEFLAGS MFLAGS MAKELEVEL MAKEOVERRIDES"
+    done = in_shell(f"{unset}; make chat PYTHON=./python3.x", cwd=tmp_path)
+    said, *rest = done.stderr.splitlines()
+    if version in ((3, 11), (3, 13)):
+        assert "ran -m venv .venv\n" in done.stdout and "error: " not in done.stderr
+        return
+    found = f"./python3.x is Python {version[0]}.{version[1]}"
+    remedy = "make chat PYTHON=python3.12"
+    assert said == f"error: {found}, but 3.11 to 3.13 is needed: {remedy}"
+    assert done.stdout == "" and len(rest) == 1, "only make's own line follows"
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")

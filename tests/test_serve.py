@@ -1,5 +1,6 @@
 """Tests of serve.py: a real server, asked as clients do."""
 
+import asyncio
 import http.client
 import json
 import mmap
@@ -25,8 +26,8 @@ import serve
 from model import Llama
 from session import Session
 from talk import cli as cli_module
+from talk.endpoints import ENDPOINTS
 from talk.openai import (
-    ENDPOINTS,
     UNSUPPORTED,
     APIError,
     ChatCompletionRequest,
@@ -179,6 +180,148 @@ def test_serve_messages(server):
     assert status == 400 and "no place for this system message" in answer["error"]["message"]
     status, _, answer = server.ask(CHATS, dict(messages=[{"role": "assistant", "content": " "}]))
     assert status == 400 and "there is no message to answer" in answer["error"]["message"]
+
+
+def test_serve_several_choices(server):
+    """The first has the request's seed, and streams have the same texts."""
+    asks = dict(temperature=1.5, seed=5)
+    [one] = server.complete(**asks)["choices"]
+    whole = server.complete(**asks, n=3)
+    texts = [choice["text"] for choice in whole["choices"]]
+    assert texts[0] == one["text"] and len({*texts}) == 3
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+    assert whole["usage"]["completion_tokens"] == 36 == whole["timings"]["predicted_n"]
+    *chunks, last = server.stream(
+        TEXTS_AT, prompt="Once upon a time", stream_options={"include_usage": True}, **asks, n=3
+    )
+    together = dict.fromkeys(range(3), "")
+    for chunk in chunks:
+        [choice] = chunk["choices"]
+        together[choice["index"]] += choice["text"]
+    assert [*together.values()] == texts and last["usage"]["completion_tokens"] == 36
+    said = server.chat(**asks, n=2)["choices"]
+    assert said[0]["message"] == server.chat(**asks)["message"] != said[1]["message"]
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "send",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "to": {"enum": ["</s>", "[INST]", "Łódź"]},
+                "n": {"type": "integer", "minimum": 0, "maximum": 99},
+            },
+            "required": ["to"],
+        },
+    },
+}
+
+
+def test_serve_what_the_text_has_to_be(server):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, "</s>"]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    of_openai = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": schema, "strict": True},
+    }
+    for fields in (
+        dict(response_format=of_openai), dict(guided_json=schema), dict(json_schema=schema),
+        dict(guided_json=json.dumps(schema)), dict(structured_outputs={"json": schema}),
+        dict(response_format={"type": "json_object", "schema": schema}),
+    ):  # fmt: skip
+        for answer in (
+            server.complete(**fields, temperature=2),
+            server.chat(**fields, temperature=2),
+        ):
+            text = answer["text"] if "text" in answer else answer["message"]["content"]
+            assert (
+                json.loads(text) in ({"a": 1}, {"a": "</s>"}) and answer["finish_reason"] == "stop"
+            )
+    for fields, pattern in (
+        (dict(guided_regex=r"\d/[xy]"), r"\d/[xy]"), (dict(guided_choice=["no", "yes"]), "no|yes"),
+        (dict(guided_grammar='start: "a" /b{1,3}/ "c"'), "ab{1,3}c"), (dict(grammar='root ::= "x" | "y"'), "x|y"),
+        (dict(structured_outputs={"regex": "[ab]{3}"}), "[ab]{3}"), (dict(structured_outputs={"choice": ["q"]}), "q"),
+        (dict(response_format={"type": "json_object"}), r"\{.*"),
+        (dict(structured_outputs={"json_object": True}), r"\{.*"),
+    ):  # fmt: skip
+        assert re.fullmatch(pattern, server.complete(**fields)["text"], re.DOTALL), fields
+    for choice in "required", {"type": "function", "function": {"name": "send"}}:
+        fields = dict(tools=[TOOL], tool_choice=choice, temperature=2, max_tokens=99)
+        answer = server.chat(**fields)
+        [call] = answer["message"]["tool_calls"]
+        assert (
+            json.loads(call["function"]["arguments"])["to"]
+            in TOOL["function"]["parameters"]["properties"]["to"]["enum"]
+        )
+        assert answer["finish_reason"] == "tool_calls" and answer["message"]["content"] is None
+    plain = server.chat()["message"]
+    assert (
+        server.chat(tools=[TOOL])["message"]
+        == server.chat(tools=[TOOL], tool_choice="none")["message"]
+        == plain
+    )
+    for wrong in (
+        dict(guided_regex="("), dict(guided_json={"type": "x"}), dict(guided_json="{"), dict(grammar="root ::= ["),
+        dict(guided_json={"$ref": "http://127.0.0.1:1/"}), dict(guided_json=schema, guided_regex="a"),
+        dict(guided_json={"enum": ["x" * 300_000]}), dict(guided_grammar="start: ["), dict(guided_json={"not": {}}),
+        dict(logit_bias={"4096": 1}), dict(stop_token_ids=[4096]),
+    ):  # fmt: skip
+        start = time.monotonic()
+        status, _, answer = server.ask(TEXTS_AT, dict(prompt="a", max_tokens=1) | wrong)
+        assert (
+            status == 400 and answer["error"]["message"] and "\n" not in answer["error"]["message"]
+        ), wrong
+        assert time.monotonic() - start < 5
+    assert server.chat()["message"] == plain
+
+
+def test_serve_as_llama_cpp_does(server):
+    asks = dict(prompt="Once upon a time", n_predict=12, temperature=0)
+    text = server.complete()["text"]
+    status, _, whole = server.ask("/completion", asks)
+    assert (whole["content"], whole["stop_type"], whole["tokens_predicted"]) == (text, "limit", 12)
+    streamed = server.begin("/completion", asks | {"stream": True}).getresponse().read().decode()
+    events = [json.loads(line.removeprefix("data: ")) for line in streamed.split("\n\n") if line]
+    assert "".join(event["content"] for event in events) == text
+    assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
+    status, _, answer = server.ask("/infill", dict(input_prefix="a", input_suffix="b"))
+    assert status == 400 and "no marks" in answer["error"]["message"]
+    assert server.ask("/props", method="GET")[2]["default_generation_settings"] == {"n_ctx": 1024}
+    [slot] = json.loads(server.begin("/slots", method="GET").getresponse().read())
+    assert slot == {"id": 0, "n_ctx": 1024, "is_processing": False}
+    for path in "/v1/embeddings", "/rerank":
+        status, _, answer = server.ask(path, {})
+        assert status == 404 and f"there is no {path} here" in answer["error"]["message"]
+
+
+def test_serve_comments_in_a_silent_stream(server, monkeypatch):
+    """They keep proxies from ending it; an error after one is an event."""
+    monkeypatch.setattr(serve, "SILENCE", 0.01)
+
+    async def bodies(kind, *parts: serve.Part) -> bytes:
+        client = serve.Client(parse_request(b'{"prompt": "a", "stream": true}', kind))
+
+        async def answer() -> None:
+            for part in parts:
+                await asyncio.sleep(0.05)
+                client.parts.put_nowait(part)
+
+        task = asyncio.create_task(answer())
+        first = await serve.next_part(client)
+        said = [body async for body in serve.bodies(first, client)]
+        await task
+        return b"".join(said)
+
+    said = asyncio.run(bodies(CompletionRequest, serve.Part(b"a", last=False), serve.Part(b"b")))
+    assert said.count(serve.COMMENT) > 2 and said.replace(serve.COMMENT, b"") == b"ab"
+    said = asyncio.run(bodies(CompletionRequest, serve.Part(b'{"error": 5}', 400)))
+    assert said.replace(serve.COMMENT, b"") == b'data: {"error":5}\n\n'
 
 
 SAYS_NOTHING = dict(
@@ -413,12 +556,17 @@ def test_serve_origins_and_keys(server, tiny):
         for path in "/v1/models", "/nothing":
             for wrong in {}, {"Authorization": "Bearer x"}, {"Authorization": "żaba".encode()}:
                 status, headers, answer = keyed.ask(path, **local, **wrong)
+                assert (
+                    answer["type"] == "error" and answer["error"]["type"] == "authentication_error"
+                )
                 assert status == 401 and answer["error"]["code"] == "invalid_api_key"
                 assert headers["access-control-allow-origin"] == local["Origin"]
                 assert headers["www-authenticate"] == "Bearer"
         for scheme in "bearer ", "BEARER  ", "Bearer ":
             key = dict(Authorization=f"{scheme}żaba".encode())
             assert keyed.ask("/v1/models/", method="GET", **key)[0] == 200
+        assert keyed.ask("/v1/models", method="GET", x_api_key="żaba".encode())[0] == 200
+        assert keyed.ask("/v1/models", method="GET", x_api_key="zaba")[0] == 401
         assert keyed.ask("/health", method="GET")[0] == 200
         preflight = asks | dict(Origin="http://localhost")
         assert keyed.ask("/v1/models", method="OPTIONS", **preflight)[0] == 200
@@ -513,7 +661,7 @@ def test_serve_ends_at_once():
         with pytest.raises((http.client.IncompleteRead, ConnectionError)):
             answer.read()
         assert eventually(lambda: not served.reader.is_alive()), "no other process has its stderr"
-        assert len(served.lines) == 4
+        assert len(served.lines) == 4 and " on cpu, context " in served.lines[1]
 
 
 def test_serve_ends_if_nobody_can_be_answered():
