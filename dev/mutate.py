@@ -676,7 +676,7 @@ MUTANTS = [
     ),
     Mutant(
         "speculation/heads.py",
-        "wish.mask & known",
+        "wish.mask & self.mask",
         "wish.mask",
         "plain_torch and speculators",
     ),

@@ -19,6 +19,7 @@ leave keys and values behind, which are overwritten before a row sees them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -103,6 +104,16 @@ class Head(Proposer):
         pass_.logits.index_copy_(1, w.ids, own)
         ops.sample(pass_.logits, pass_)
         return ops.rmsnorm(h, w.norm, pass_.norm_eps) if w.norm_output else h
+
+    def guess_like(self, wish: Wish) -> Wish:
+        """How a proposal is chosen, to be what the model chooses: among what the head knows. Where
+        min-p leaves only probable tokens, top-k and top-p go: no fewer proposals are accepted, and each
+        takes 16 of 117 us less (8B in e4m3 on an H200)."""
+        sampling = wish.sampling
+        if sampling.min_p > 0:
+            sampling = replace(sampling, top_k=0, top_p=1)
+        mask = self.mask if wish.mask is None else wish.mask & self.mask
+        return wish._replace(sampling=sampling, mask=mask)
 
     # What the engine tells it
 
@@ -190,6 +201,7 @@ class Verification:
         self.counts = numbers(N + 1)  # by how many tokens each text has moved on, and 0
         self.found = numbers(2, N, 1 + n)
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
+        self.ends = torch.arange(1 + n, device=model.device) == n  # what follows it is not proposed
         self.first_rows = torch.arange(0, rows, 1 + n, device=model.device)
         self.runs = torch.zeros(N, dtype=torch.int64, device=model.device)
 
@@ -221,10 +233,8 @@ class Verification:
             table.copy_(on_its_way(new, torch.int32, device), non_blocking=True)
         runs = [first // self.head.cache.run for first, _ in texts]
         self.runs.copy_(on_its_way(runs, torch.int64, device), non_blocking=True)
-        known = self.head.mask
         wishes = [s.wish for s in sequences]
-        masks = [known if wish.mask is None else wish.mask & known for wish in wishes]
-        guesses = [wish._replace(mask=mask) for wish, mask in zip(wishes, masks)]
+        guesses = [self.head.guess_like(wish) for wish in wishes]
         self.sampling = [(self.target, wishes), (self.steps[0], guesses)]
 
     def propose(self) -> None:
@@ -239,7 +249,7 @@ class Verification:
             h = self.head.finish(q, h, step)
 
     def verify(self) -> None:
-        N, n = self.shape
+        N, _ = self.shape
         head, model, target = self.head, self.head.model, self.target
         behind = self.rest.place
         proposed, drawn = self.found
@@ -247,8 +257,8 @@ class Verification:
         model.forward(target, target.logits)
         model.ops.sample(target.logits, target)  # writes what it draws over the proposals
         torch.index_select(target.drawn, 0, behind, out=drawn.view(-1))
-        agree = (proposed == drawn)[:, :n]
-        accepted = agree.int().cumprod(1).sum(1)
+        missed = (proposed != drawn) | self.ends
+        accepted = missed.view(torch.uint8).argmax(1)  # the first that is
         last_rows = self.first_rows + accepted
         states = head.join(len(behind))
         head.last.index_copy_(0, self.runs, states.index_select(0, last_rows))

@@ -4,6 +4,7 @@ import json
 import math
 import random
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -219,6 +220,8 @@ class Reference:
         kept = self.model(torch.tensor([ids]), output_hidden_states=True).hidden_states
         states = torch.cat([kept[i][0] for i in self.layers], -1)
         h = states[:-1] @ self.w["fc"].T
+        if sampling.min_p > 0:
+            sampling = replace(sampling, top_k=0, top_p=1)
         may = torch.zeros(V, dtype=torch.bool)
         may[[*{*allowed} & {*self.ids.tolist()}]] = True
         tokens = [*ids]
