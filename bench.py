@@ -39,7 +39,7 @@ from tqdm import tqdm
 from cards.cpu import cpu_product_dtype
 from formats import Matrix
 from launch import jit, tl
-from loading.checkpoint import load
+from loading.checkpoint import load, open_tokenizer
 from loading.place import DTYPES
 from loading.random_model import random_model
 from model import Llama, State, Timings, generate
@@ -329,7 +329,7 @@ def generation_speeds(model: Llama, state: State, test: Test, repetitions: int) 
     """Tokens a second of the whole loop, sampling and text included, after a prompt of at least one
     token."""
     prompt = random_ids(model, max(test.depth, 1))
-    stream = TextStream(Tokenizer(DEFAULT_MODEL))
+    stream = TextStream(open_tokenizer(DEFAULT_MODEL))
     speeds = []
     for _ in range(1 + repetitions):
         timings = Timings()
@@ -471,7 +471,8 @@ def run_perplexity(args: argparse.Namespace) -> None:
     (dtype,), (format,) = args.dtype, args.format
     options = options_of(args, dtype=dtype, format=None if format == "none" else format)
     model = open_checkpoint(args, **options)
-    tokenizer = Tokenizer(model.checkpoint.folder, model.config.vocab_size, model.config.bos_id)
+    files = model.checkpoint.tokenizer_files()
+    tokenizer = Tokenizer(files, model.config.vocab_size, model.config.bos_id)
     ids = tokenizer.encode(text, bos=False)
     count = len(ids)
     if tokenizer.bos < 0:

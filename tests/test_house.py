@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from loading.checkpoint import load
+from loading.checkpoint import load, open_tokenizer
 from model import generate
 from sampling import Sampling
 from talk import cli as cli_module
@@ -25,7 +25,6 @@ from tests.helpers import (
     randn,
     read_gguf,
 )
-from tokenizer import Tokenizer
 
 # ---- the house
 
@@ -106,7 +105,7 @@ GOLDENS = {  # greedy text of models/tales in fp32
 def test_tales_says_what_it_said():
     """Greedy text in fp32. A change here means that the weights or the arithmetic have changed."""
     tales = cli_module.DEFAULT_MODEL
-    model, tokenizer = load(tales, dtype="fp32", device="cpu"), Tokenizer(tales)
+    model, tokenizer = load(tales, dtype="fp32", device="cpu"), open_tokenizer(tales)
     for prompt, text in GOLDENS.items():
         ids = generate(model, tokenizer.encode(prompt), n=24, sampling=MOST_PROBABLE)
         assert tokenizer.decode([*ids]) == text, prompt
@@ -132,7 +131,7 @@ def test_smollm2_says_what_transformers_says(monkeypatch):
     theirs = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     read_gguf(theirs, SMOLLM2)
     their_tokenizer = transformers.AutoTokenizer.from_pretrained(SMOLLM2.parent, **file)
-    model, tokenizer = load(SMOLLM2, dtype="fp32", device="cpu"), Tokenizer(SMOLLM2)
+    model, tokenizer = load(SMOLLM2, dtype="fp32", device="cpu"), open_tokenizer(SMOLLM2)
     for question in ("What is the capital of France?", "Größe 🙂: who wrote Faust, and why?"):
         chat = conversation(question)
         ids = tokenizer.apply_chat_template(chat)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from loading.checkpoint import load, save
+from loading.checkpoint import load, open_tokenizer, save
 from model import State, Timings, generate
 from sampling import Sampling
 from session import Conversation, Session
@@ -28,7 +28,7 @@ from tests.helpers import (
     greedy,
     logits_of,
 )
-from tokenizer import TextStream, Tokenizer
+from tokenizer import TextStream
 
 # ---- session.py
 
@@ -177,7 +177,7 @@ def test_wrong_calls_say_what_is_wrong(tiny, tiny_session, tmp_path):
     loaded = partial(load, tiny, device="cpu")
     saved = partial(save, tiny, tmp_path / "new", device="cpu")
     opened = partial(Session, tiny, device="cpu")
-    talk = Tokenizer(tiny).apply_chat_template
+    talk = open_tokenizer(tiny).apply_chat_template
     forward = lambda prompt: model.forward(prompt, State(model))
     decode = lambda prompt: greedy(model, prompt, 1)
     no_list = "a prompt is a list of ids: tokenizer.encode"
@@ -292,7 +292,7 @@ def test_sessions_load_by_default_what_load_does():
 
 
 def test_stop_strings_with_control_tokens():
-    tokenizer = Tokenizer(TALES)
+    tokenizer = open_tokenizer(TALES)
     end, text = tokenizer.control["</s>"], tokenizer.encode("One fox. Two", bos=False)
     fox = next(i for i in range(len(text)) if tokenizer.decode(text[: i + 1]).endswith("fox"))
     for stops, ids, expected, stopped in (
