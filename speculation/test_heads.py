@@ -516,13 +516,28 @@ def talking(tiny, tmp_path) -> tuple[Path, Path]:
 
 def test_heads_from_the_command_line(cli, talking):
     model, head = talking
-    flags = ("-m", model, "-p", "a fox", "-n", 40, "-s", 5, "--dtype", "fp32", "-o", "jsonl")
+    flags = (
+        "-m",
+        model,
+        "-p",
+        "a fox",
+        "-n",
+        40,
+        "-s",
+        5,
+        "--dtype",
+        "fp32",
+        "-o",
+        "jsonl",
+        "--ignore-eos",
+    )
     (plain,) = objects(cli(*flags)[1])
     assert plain["passes"] == 39 and plain["proposed_tokens"] == 0
     code, out, err = cli(*flags, "--draft", head, "--draft-max", 3, "--draft-always")
     (found,) = objects(out)
     assert code == 0 and found["text"] == plain["text"]
-    assert found["passes"] + found["accepted_tokens"] == 39
+    written = found["passes"] + found["accepted_tokens"]
+    assert 39 <= written <= 41  # the last pass may have more than were asked for
     assert found["proposed_tokens"] == 3 * found["passes"]
     assert "tokens a pass" in err
     assert_refused(cli(*flags, "--draft-always"), "--draft-always is for", code=2)
