@@ -40,7 +40,7 @@ from cards.cpu import cpu_product_dtype
 from engine import Engine, Sequence, Timings, generate
 from formats import Matrix
 from launch import jit, tl
-from loading.checkpoint import load
+from loading.checkpoint import load, open_tokenizer
 from loading.place import DTYPES
 from loading.random_model import random_model
 from model import Llama
@@ -331,7 +331,7 @@ def generation_speeds(engine: Engine, test: Test, repetitions: int) -> list[floa
     token."""
     model = engine.model
     prompt = random_ids(model, max(test.depth, 1))
-    stream = TextStream(Tokenizer(DEFAULT_MODEL))
+    stream = TextStream(open_tokenizer(DEFAULT_MODEL))
     speeds = []
     for _ in range(1 + repetitions):
         timings = Timings()
@@ -542,7 +542,8 @@ def run_perplexity(args: argparse.Namespace) -> None:
     (dtype,), (format,) = args.dtype, args.format
     options = options_of(args, dtype=dtype, format=None if format == "none" else format)
     model = open_checkpoint(args, **options)
-    tokenizer = Tokenizer(model.checkpoint.folder, model.config.vocab_size, model.config.bos_id)
+    files = model.checkpoint.tokenizer_files()
+    tokenizer = Tokenizer(files, model.config.vocab_size, model.config.bos_id)
     ids = tokenizer.encode(text, bos=False)
     count = len(ids)
     if tokenizer.bos < 0:

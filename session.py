@@ -277,9 +277,8 @@ class Session:
         checkpoint = open_checkpoint(model)
         config = checkpoint.config
         # Opened before the weights, which may take minutes, so that its errors come at once
-        self.tokenizer = Tokenizer(
-            checkpoint.folder, config.vocab_size, config.bos_id, chat_template
-        )
+        files = checkpoint.tokenizer_files(chat_template)
+        self.tokenizer = Tokenizer(files, config.vocab_size, config.bos_id)
         if threads:
             torch.set_num_threads(threads)
         if lookup and draft:
@@ -577,7 +576,7 @@ def check_draft(name: str, draft: Checkpoint, tokenizer: Tokenizer, vocab_size: 
     """Raise ValueError if a draft has other tokens. How many unused ones pad its vocabulary does
     not matter."""
     config = draft.config
-    other = Tokenizer(draft.folder, config.vocab_size, config.bos_id)
+    other = Tokenizer(draft.tokenizer_files(), config.vocab_size, config.bos_id)
     ids = range(max(config.vocab_size, vocab_size))
     differs = any(other.bytes_of(i) != tokenizer.bytes_of(i) for i in ids)
     if differs or other.control != tokenizer.control:

@@ -17,17 +17,16 @@ import re
 import secrets
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
 
-from loading.files import one_line, one_line_errors, read_bytes, read_json, read_text
-from loading.gguf import read_header
-from loading.gguf_tokenizer import QWEN2, TURN_MARKS, tokenizer_files
-from loading.hub import find_gguf
-from loading.templates import find_template, named_template, render
+from loading.files import one_line, one_line_errors
+from loading.templates import render
 
+# Chat templates use these as control tokens, even if a vocabulary has them as text
+TURN_MARKS = ("<|im_start|>", "<|im_end|>")
 # a model's vocabulary may be padded beyond its tokenizer's, to a multiple that suits the hardware
 PADDING = 4096
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -35,6 +34,21 @@ NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_t
 THINK, THOUGHT = "<think>", "</think>"  # around what is thought, at the beginning of an answer
 
 Span = tuple[int, int]  # of characters: start, end
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerFiles:
+    """What the files of a checkpoint say about its tokenizer."""
+
+    file: Path  # of the vocabulary
+    vocabulary: bytes | dict  # a tokenizer.model, or the object in a tokenizer.json
+    config: dict  # of tokenizer_config.json
+    added: dict = field(default_factory=dict)  # of added_tokens.json
+    # Of a tokenizer.json beside a tokenizer.model
+    beside: list = field(default_factory=list)
+    template: str  # of chats, in Jinja
+    template_name: str  # where that comes from; empty for plain text, if there is none
+    tool_template: str  # of chats with tools, for which some checkpoints have one of their own
 
 
 # ---- vocabularies
@@ -233,30 +247,22 @@ class SentencePiece(Vocabulary):
 ADDED = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
 
 
-def added_tokens(
-    folder: Path, config: dict, raw: bytes | dict, vocab_size: int | None
-) -> dict[int, dict]:
+def added_tokens(files: TokenizerFiles, vocab_size: int | None) -> dict[int, dict]:
     """All that the files say of added tokens for which the model has an embedding, by id: "content"
     and the flags of tokenizer.json. As in transformers, they are those of tokenizer_config.json's
     added_tokens_decoder or else of added_tokens.json; a tokenizer.json that is the vocabulary has
     more, and another stands in for added_tokens_decoder."""
-
-    def read(name: str) -> dict:
-        file = folder / name
-        return read_json(file) if file.is_file() else {}
-
     listed = []
-    decoder = config.get("added_tokens_decoder")
+    decoder = files.config.get("added_tokens_decoder")
     if not isinstance(decoder, dict):
         decoder = {}
-        for text, i in read("added_tokens.json").items():
+        for text, i in files.added.items():
             special = bool(Vocabulary.MARK.fullmatch(text))
             listed.append({"id": i, "content": text, "special": special})
-    if isinstance(raw, dict):
-        listed += raw.get("added_tokens") or []
+    if isinstance(files.vocabulary, dict):
+        listed += files.vocabulary.get("added_tokens") or []
     elif not decoder:
-        with suppress(ValueError, TypeError):  # optional: it may be damaged, or have no such list
-            listed += read("tokenizer.json").get("added_tokens") or []
+        listed += files.beside
     for i, token in decoder.items():
         if i.isdecimal() and len(i) < 10 and type(token) is dict:
             listed.append(token | {"id": int(i)})
@@ -435,78 +441,6 @@ BYTE_LEVEL = {chr(byte): byte for byte in VISIBLE} | {
 # ---- the tokenizer
 
 
-def tokenizer_file(folder: Path) -> Path:
-    """tokenizer.json or tokenizer.model of a folder, in transformers' order, or vocab.json, which has
-    merges.txt beside it. Meta's layout may have tokenizer.model in the folder's parent. Raises
-    OSError, ValueError."""
-    whole = folder / "tokenizer.json"
-    files = [folder / "tokenizer.model"]
-    if not (folder / "config.json").is_file():  # Meta's layout
-        files.append(folder.parent / "tokenizer.model")
-    files = [file for file in files if file.is_file()]
-    # some only add tokens to a tokenizer.model
-    if whole.is_file() and (not files or re.search(rb'"model"\s*:\s*\{', read_bytes(whole))):
-        return whole
-    if files:
-        return files[0]
-    if not folder.is_dir():
-        raise FileNotFoundError(f"no folder {folder} here")
-    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-        return folder / "vocab.json"
-    lacks = f"{folder} holds no tokenizer.model and no tokenizer.json"
-    if (folder / "tekken.json").is_file():
-        lacks += "; of tekken.json, which it has, take the version in Hugging Face's layout or GGUF"
-    raise FileNotFoundError(lacks)
-
-
-def of_two_files(vocab: dict, folder: Path, config: dict) -> dict:
-    """The tokenizer.json that transformers makes of vocab.json and merges.txt. Raises OSError,
-    ValueError."""
-    kind = str(config.get("tokenizer_class")).removesuffix("Fast")
-    if kind not in ("GPT2Tokenizer", "Qwen2Tokenizer"):
-        remedy = "save it by transformers' AutoTokenizer, which writes a tokenizer.json"
-        raise ValueError(f"{folder} has vocab.json and merges.txt of {kind}: {remedy}")
-    is_qwen = kind == "Qwen2Tokenizer"
-    lines = read_text(folder / "merges.txt").splitlines()
-    byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True)
-    cuts = [byte_level | {"use_regex": not is_qwen}]
-    if is_qwen:
-        split = dict(type="Split", pattern={"Regex": QWEN2}, behavior="Isolated", invert=False)
-        cuts.insert(0, split)
-    return {
-        "version": "1.0",
-        "normalizer": {"type": "NFC"} if is_qwen else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": cuts},
-        "decoder": byte_level | {"use_regex": True},
-        "model": {
-            "type": "BPE",
-            "vocab": vocab,
-            "merges": [line for line in lines if line and not line.startswith("#version")],
-        },
-    }
-
-
-def as_llama(raw: dict, folder: Path, config: dict) -> None:
-    """Change a tokenizer.json of Llama 2's kind to what transformers 5 makes of it where the
-    configuration says LlamaTokenizer: the flags there decide about the space before a text."""
-    kind = str(config.get("tokenizer_class")).removesuffix("Fast")
-    model = raw.get("model")
-    if kind != "LlamaTokenizer" or not isinstance(model, dict) or model.get("type") != "BPE":
-        return
-    if '"ByteLevel"' in json.dumps([raw.get("decoder"), raw.get("pre_tokenizer")]):
-        return
-    file = folder / "config.json"
-    if file.is_file() and read_json(file).get("model_type", "llama") != "llama":
-        return
-    scheme = "always" if config.get("legacy") else "first"
-    if config.get("add_prefix_space") is False:
-        scheme = "never"
-    metaspace = {"type": "Metaspace", "replacement": "\u2581", "split": False}
-    raw["pre_tokenizer"] = metaspace | {"prepend_scheme": scheme}
-    raw["normalizer"] = None
-    model |= {"fuse_unk": True, "byte_fallback": True}
-
-
 @dataclass(frozen=True)
 class Prompt:
     """A rendered conversation and its ids; once answered, the ids include the answer's."""
@@ -533,33 +467,17 @@ class Tokenizer:
     @one_line_errors()
     def __init__(
         self,
-        folder: str | Path,
+        files: TokenizerFiles,
         vocab_size: int | None = None,
         bos_id: int | None = None,
-        chat_template: str | None = None,
     ):
-        """folder: the checkpoint's, or a GGUF file; vocab_size and bos_id: the model's;
-        chat_template: a name or a file, instead of the folder's own. Raises OSError; ValueError
-        when a file is broken or its size does not fit the model."""
-        folder = Path(folder)
-        if gguf := find_gguf(folder):
-            file = folder = gguf
-            raw, self.config = tokenizer_files(read_header(gguf))
-        else:
-            file = tokenizer_file(folder)
-            raw = read_bytes(file) if file.suffix == ".model" else read_json(file)
-            self.config = {}
-            for name in ("tokenizer_config.json", "special_tokens_map.json"):
-                # as in transformers, the second is read only of old tokenizers
-                if (folder / name).is_file() and "added_tokens_decoder" not in self.config:
-                    self.config |= read_json(folder / name)
-            if file.name == "vocab.json":
-                raw = of_two_files(raw, folder, self.config)
-            if isinstance(raw, dict):
-                as_llama(raw, folder, self.config)
-        kind = SentencePiece if isinstance(raw, bytes) else TokenizerJson
-        added = added_tokens(folder, self.config, raw, vocab_size)
-        self.vocabulary = kind(file, raw, added, self.config)
+        """vocab_size and bos_id: the model's. Raises ValueError when a file is broken or its size does
+        not fit the model."""
+        file = files.file
+        self.config = files.config
+        kind = SentencePiece if isinstance(files.vocabulary, bytes) else TokenizerJson
+        added = added_tokens(files, vocab_size)
+        self.vocabulary = kind(file, files.vocabulary, added, self.config)
         size = self.vocabulary.size
         most = self.vocabulary.size_with_added + PADDING
         if vocab_size is not None and not size <= vocab_size <= most:
@@ -585,11 +503,9 @@ class Tokenizer:
         self.bos = self.control.get(self.named.get("bos_token"), bos_id)
         self.eos = self.control.get(self.named.get("eos_token"), -1)
         self._starts = self.vocabulary.starts(self.bos, self.config)
-        self.chat_template, self.template_name = find_template(folder, self.config, chat_template)
-        # of chats with tools, for which some checkpoints have a template of their own
-        self.tool_template = self.chat_template
-        if chat_template is None:
-            self.tool_template = named_template(self.config, "tool_use") or self.chat_template
+        self.chat_template = files.template
+        self.template_name = files.template_name
+        self.tool_template = files.tool_template
 
     def encode(self, text: str, bos: bool = True, parse_special: bool = False) -> list[int]:
         """Text to ids, after bos unless the checkpoint says otherwise. What looks like a control

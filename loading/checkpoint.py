@@ -48,7 +48,7 @@ import torch
 from kernels import FORMATS
 from loading import hub
 from loading.files import one_line_errors
-from loading.gguf import GgufFile
+from loading.gguf import GgufFile, files_of, read_header
 from loading.hugging_face import HuggingFaceFolder, sampling_of, unsupported_settings
 from loading.layouts import Files, Layout, nothing_in, tensors_for
 from loading.loader import Loader, llama_of
@@ -56,14 +56,15 @@ from loading.meta import MetaFolder
 from loading.names import model_parts, weight_bytes
 from loading.place import DTYPES
 from loading.place import place as place_of
-from loading.saved import SAVED, SavedFolder, filled, is_empty, write_tensors
+from loading.saved import SAVED, SavedFolder, as_saved, filled, is_empty, write_tensors
 from loading.templates import find_template
 from loading.tensors import flaw
+from loading.tokenizer_files import files_in
 from model import Config, Llama, enumerated
 from ranks.processes import Ranks
 from sampling import Sampling
 from settings import Options
-from tokenizer import Tokenizer
+from tokenizer import Tokenizer, TokenizerFiles
 
 # ---- all steps
 
@@ -176,6 +177,23 @@ def layout_at(path: Path) -> Layout:
     return original
 
 
+@one_line_errors()
+def open_tokenizer(
+    path: str | Path,
+    vocab_size: int | None = None,
+    bos_id: int | None = None,
+    chat_template: str | None = None,
+) -> Tokenizer:
+    """The tokenizer of a folder or a GGUF file, whatever else is there. Raises OSError,
+    ValueError."""
+    path = Path(path)
+    if file := hub.find_gguf(path):
+        files = files_of(read_header(file), chat_template)
+    else:
+        files = files_in(path, chat_template)
+    return Tokenizer(files, vocab_size, bos_id)
+
+
 class Checkpoint:
     """An opened checkpoint: its configuration and its tensors, of which only headers have been
     read."""
@@ -193,6 +211,11 @@ class Checkpoint:
         """What it says about sampling, by the names of Sampling, without those that are overridden.
         Raises ValueError."""
         return sampling_of(self.layout.generation, overridden)
+
+    def tokenizer_files(self, chat_template: str | None = None) -> TokenizerFiles:
+        """What a Tokenizer is made of. chat_template: a name or a file, instead of its own. Raises
+        OSError, ValueError."""
+        return self.layout.tokenizer_files(chat_template)
 
     @property
     def notes(self) -> list[str]:
@@ -284,9 +307,10 @@ def save(name: str, target: str, *, quiet: bool = False, format: str = "e4m3", *
 def write_small_files(checkpoint: Checkpoint, to: Path) -> None:
     """Write everything but the tensors that Checkpoint and Tokenizer read, so that they find the
     same in `to` as in the checkpoint. Raises OSError, ValueError."""
-    tokenizer = Tokenizer(checkpoint.folder)
-    for name, content in checkpoint.layout.small_files().items():
+    files = checkpoint.tokenizer_files()
+    small_files = as_saved(checkpoint.layout.small_files())
+    for name, content in small_files.items():
         (to / name).write_bytes(content)
     # The template may have been recognised by the path of the original's folder
-    if tokenizer.chat_template != find_template(to, tokenizer.config)[0]:
-        (to / "chat_template.jinja").write_text(tokenizer.chat_template)
+    if files.template != find_template(to, files.config)[0]:
+        (to / "chat_template.jinja").write_text(files.template)

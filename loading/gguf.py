@@ -17,7 +17,6 @@ import re
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from types import UnionType
 from typing import Any
@@ -37,7 +36,9 @@ from loading.quantised import Wanted, checked
 from loading.reading import TYPES as FLOAT_TYPES
 from loading.reading import FileTensor
 from loading.tensors import Found, Spans, Stored, files_for, floats
+from loading.tokenizer_files import with_template
 from model import Config
+from tokenizer import TokenizerFiles
 
 # ---- the header
 
@@ -215,12 +216,12 @@ class Header:
         return gguf
 
 
-@lru_cache(maxsize=64)  # of the shards of a file; configuration, tokenizer and tensors need them
-def _read_stamped(file: Path, stamp: tuple[int, ...]) -> GGUF:
-    """The header of one file, which is read again once the file has another stamp."""
+def _read_shard(file: Path) -> GGUF:
+    """The header of one file."""
     with open_regular(file) as f:
         if f.read(4) != b"GGUF":
             raise ValueError(f"{file} is not a GGUF file")
+        stamp = stamp_of(os.fstat(f.fileno()))
         size = f.seek(0, os.SEEK_END)
         f.seek(0)
         data = f.read(FILE_BYTES)
@@ -230,10 +231,6 @@ def _read_stamped(file: Path, stamp: tuple[int, ...]) -> GGUF:
         raise ValueError(
             f"{file} is damaged, or cut off in its header ({error}): download it again"
         ) from None
-
-
-def _read_shard(file: Path) -> GGUF:
-    return _read_stamped(file, stamp_of(file.stat()))
 
 
 def read_header(file: Path) -> GGUF:
@@ -444,6 +441,12 @@ JOINED = {  # tensors that have several parts in some families, one below the ot
 }
 
 
+def files_of(gguf: GGUF, chat_template: str | None = None) -> TokenizerFiles:
+    """What a file says about its tokenizer, see Layout.tokenizer_files."""
+    vocabulary, config = tokenizer_files(gguf)
+    return with_template(gguf.file, chat_template, gguf.file, vocabulary, config, {}, [])
+
+
 class GgufFile(Layout):
     """A file of llama.cpp's, or the first shard of a split one."""
 
@@ -463,6 +466,9 @@ class GgufFile(Layout):
 
     def tokenizer(self) -> Path:
         return self.path
+
+    def tokenizer_files(self, chat_template: str | None = None) -> TokenizerFiles:
+        return files_of(self.header, chat_template)
 
     def small_files(self) -> dict[str, bytes]:
         as_json = lambda value: json.dumps(value).encode()

@@ -9,6 +9,8 @@ import struct
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tokenizer import TURN_MARKS
+
 if TYPE_CHECKING:
     from loading.gguf import GGUF
 
@@ -25,8 +27,6 @@ ENDS = (
     "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",  # of models that fill in the middle
     "<|fim_repo|>", "<fim-repo>", "<|repo_name|>", "<REPO>", "<reponame>", "<|file_sep|>",
 )  # fmt: skip
-# Chat templates use these as control tokens, even if a vocabulary has them as text
-TURN_MARKS = ("<|im_start|>", "<|im_end|>")
 # Tokens with a name: what a file's keys call it, and its id unless the file says otherwise
 NAMED = {
     "llama": {"bos": ("bos", 1), "eos": ("eos", 2), "unk": ("unknown", 0), "pad": ("padding", -1)},

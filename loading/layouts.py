@@ -24,8 +24,10 @@ from loading.quantised import FLOATS
 from loading.reading import CPU, FileTensor, read, safetensors_header
 from loading.tensors import Found, Stored, part_of_rows, weights_at_once
 from loading.tensors import read as read_rows
+from loading.tokenizer_files import files_in, tokenizer_file
 from loading.torchfile import torch_tensors
 from model import Config
+from tokenizer import TokenizerFiles
 
 # ---- what lies at a path
 
@@ -126,6 +128,11 @@ class Layout(ABC):
         """The file that holds the vocabulary. Raises OSError."""
 
     @abstractmethod
+    def tokenizer_files(self, chat_template: str | None = None) -> TokenizerFiles:
+        """What its files say about the tokenizer. chat_template: a name or a file, instead of its own.
+        Raises OSError, ValueError."""
+
+    @abstractmethod
     def small_files(self) -> dict[str, bytes]:
         """Everything but the tensors, as the files of a folder: contents by name. Raises OSError,
         ValueError."""
@@ -202,9 +209,10 @@ class Folder(Layout):
         return {file.name: read_bytes(file) for file in files if file.is_file()}
 
     def tokenizer(self) -> Path:
-        from tokenizer import tokenizer_file
-
         return tokenizer_file(self.path)
+
+    def tokenizer_files(self, chat_template: str | None = None) -> TokenizerFiles:
+        return files_in(self.path, chat_template)
 
     def file_tensors(self) -> list[FileTensor]:
         files, named = self.files.weights

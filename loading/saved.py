@@ -4,6 +4,7 @@ format, so that later runs need not encode them. Its metadata names the format."
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,12 +18,14 @@ from torch import Tensor
 
 from formats import Format, Tensors
 from kernels import FORMATS
+from loading.hugging_face import ORIGINAL_TYPE, SAVED_TYPE
 from loading.layouts import Files, Folder, Layout
 from loading.names import ModelTensor, Part, model_tensors, tensor_in
 from loading.quantised import Wanted
 from loading.reading import FileTensor
 from loading.tensors import Found, Spans, Stored, columns_in, files_for, floats
 from model import Config, Weights
+from tokenizer import TokenizerFiles
 
 SAVED = "model.safetensors"
 SAVED_LAYOUT = "2"  # of such a file; any other is refused
@@ -50,6 +53,9 @@ class SavedFolder(Folder):
 
     def config(self) -> Config:
         return replace(self.original.config(), factors=())  # they have been multiplied
+
+    def tokenizer_files(self, chat_template: str | None = None) -> TokenizerFiles:
+        return self.original.tokenizer_files(chat_template)
 
     def name_of(self, part: Part) -> str:
         return part.name
@@ -138,6 +144,17 @@ def tensors_to_save(c: Config, weights: Weights, format: Format) -> dict[str, Te
         for (name, (_, (shape,))), codes in zip(names, value.tensors, strict=True):
             tensors[name] = codes.cpu().view(shape)
     return tensors
+
+
+def as_saved(small_files: dict[str, bytes]) -> dict[str, bytes]:
+    """The original's small files, but that its config.json has a model_type of its own: other programs
+    would take the original's, and fill in random weights for those whose names they do not find."""
+    if "config.json" not in small_files:
+        return small_files
+    fields = json.loads(small_files["config.json"])
+    fields[ORIGINAL_TYPE] = fields.get("model_type", "llama")
+    fields["model_type"] = SAVED_TYPE
+    return small_files | {"config.json": json.dumps(fields, indent=2).encode()}
 
 
 def write_tensors(to: Path, c: Config, weights: Weights, format: Format) -> None:

@@ -9,7 +9,7 @@ import transformers
 
 from engine import generate
 from loading import checkpoint, loader
-from loading.checkpoint import load, read_config, save
+from loading.checkpoint import load, open_tokenizer, read_config, save
 from passes import PROMPT_CHUNK
 from tests.helpers import (
     DEVICE,
@@ -28,7 +28,6 @@ from tests.helpers import (
     with_dense_weights,
     write,
 )
-from tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize("family, fp8, backend", [
@@ -95,7 +94,7 @@ def test_text_of_a_model_that_also_knows_images(copy, cli, text):
 
 
 def test_head_dim_that_the_kernels_cannot_run(cli, copy):
-    size = Tokenizer(copy).vocabulary.sp.vocab_size()
+    size = open_tokenizer(copy).vocabulary.sp.vocab_size()
     hugging_face_model(size, head_dim=20).save_pretrained(copy)
     flags = ("-m", copy, "-p", "Once", "-n", 2, "--device")
     code, _, err = cli(*flags, DEVICE.type, "--backend", "triton")
@@ -108,7 +107,7 @@ def test_messages_are_one_line(copy):
     folder = copy.rename(copy.parent / "a\n\x1b[31mb")
     spoil_tensors(lambda t: t[NORM].fill_(torch.nan))(folder)
     (folder / "chat_template.jinja").write_text("{{ raise_exception('a\nb\x1b[31m' * 999) }}")
-    model, tokenizer = load(folder, device="cpu"), Tokenizer(folder)
+    model, tokenizer = load(folder, device="cpu"), open_tokenizer(folder)
     sampling = write("generation_config.json", json.dumps({"temperature": "x\ny\x1b" * 999}))
     more_tensors = spoil_tensors(lambda t: t.update({"\n" * 9: torch.ones(1)}))
     for act in (

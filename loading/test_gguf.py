@@ -21,7 +21,7 @@ from fp8 import E4M3
 from loading import checkpoint, quantised
 from loading import gguf as ggml
 from loading import tensors as tensors_module
-from loading.checkpoint import load, read_config, save
+from loading.checkpoint import load, open_tokenizer, read_config, save
 from loading.hub import local_checkpoint, pick_gguf
 from loading.names import layer_tensors
 from loading.tensors import ALL, pieces_of
@@ -209,7 +209,7 @@ def test_gguf_models_equal_transformers(tmp_path, cli, family, monkeypatch):
     else:
         read_gguf(theirs, file)
     ours = assert_equals_transformers(file, theirs)
-    every_type = "IQ4_NL, IQ4_XS, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K and Q8_0"
+    every_type = "IQ4_NL, IQ4_XS, Q2_K, Q3_K, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K and Q8_0"
     assert ours.checkpoint.quantised == every_type
     assert (ours.config.dtype, ours.config.eos_ids) == (torch.bfloat16, (258, 257))
     whole, decoded = loaded(ours), loaded(ours, None)
@@ -292,7 +292,9 @@ def test_gguf_of_floats_is_as_any_checkpoint(tmp_path, cli, dtype):
     assert saved.config.rope_factors and saved.config.eos_ids == (258, 257)
     assert_close(logits_of(saved, range(40)), logits_of(encoded, range(40)), 1e-6)
     for chat in (conversation("Größe 🙂"), conversation("ab</s>")):
-        ids = [Tokenizer(path).apply_chat_template(chat) for path in (tmp_path / "saved", file)]
+        ids = [
+            open_tokenizer(path).apply_chat_template(chat) for path in (tmp_path / "saved", file)
+        ]
         assert ids[0] == ids[1]
 
 
@@ -361,7 +363,7 @@ def test_gguf_of_the_hub(hub, tmp_path, monkeypatch, small_gguf):
     for kind, wanted in kinds.items():
         hub.asked.clear()
         file = place(kind)
-        assert str(file).endswith(wanted) and Tokenizer(file).encode("ab")[-1] == 256
+        assert str(file).endswith(wanted) and open_tokenizer(file).encode("ab")[-1] == 256
         assert hub.fetched() == [Path(wanted).name]
         assert place(kind) == file and not hub.asked
     # another program has cached it, too
@@ -506,7 +508,7 @@ def test_gguf_tokens_that_end_an_answer(tmp_path, small_gguf, kind):
     file = write_gguf(tmp_path / "a.gguf", metadata | about, tensors)
     config = read_config(file)
     assert config.eos_ids == (0, 1, *range(3, 10))
-    tokenizer = Tokenizer(file, config.vocab_size)
+    tokenizer = open_tokenizer(file, config.vocab_size)
     assert {*ends} <= tokenizer.control.keys() and tokenizer.decode([*range(3, 10)]) == ""
 
 
@@ -588,13 +590,13 @@ def test_gguf_sentencepiece(tmp_path):
     """The same as the tokenizer.model. Fine-tuned models have control tokens and text beyond it,
     unknown ones to fill it up, and bos not added."""
     folder = HERE / "models/tales"
-    original = Tokenizer(folder)
+    original = open_tokenizer(folder)
     template = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
 
     def tokenizer(size: int, about: dict, **more) -> Tokenizer:
         known = {"general.architecture": "llama", "tokenizer.chat_template": template}
         known |= sentencepiece_metadata(folder / "tokenizer.model", **more)
-        return Tokenizer(write_gguf(tmp_path / "a.gguf", known | about, {}), size)
+        return open_tokenizer(write_gguf(tmp_path / "a.gguf", known | about, {}), size)
 
     ours = tokenizer(4096, {})
     for text in GGUF_TEXTS:
@@ -656,7 +658,7 @@ def test_gguf_byte_pairs(name, tmp_path):
         f"{IDS}bos_token_id": own.token_to_id("<|endoftext|>"),
         f"{IDS}eos_token_id": own.token_to_id("<|im_end|>"),
     }  # fmt: skip
-    ours = Tokenizer(write_gguf(tmp_path / "a.gguf", metadata, {}), size + 1)
+    ours = open_tokenizer(write_gguf(tmp_path / "a.gguf", metadata, {}), size + 1)
     letters = "".join(GGUF_TEXTS)
     for text in GGUF_TEXTS + ["".join(random.choices(letters, k=100)) for _ in range(30)]:
         ids = own.encode(text, add_special_tokens=False).ids
@@ -670,4 +672,4 @@ def test_gguf_byte_pairs(name, tmp_path):
         more = {} if said is None else {f"{IDS}add_bos_token": said}
         file = write_gguf(tmp_path / "b.gguf", metadata | more, {})
         adds = always if said is None else said
-        assert (Tokenizer(file).encode("ab")[0] == ours.bos) == adds
+        assert (open_tokenizer(file).encode("ab")[0] == ours.bos) == adds

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from loading.checkpoint import load, open_checkpoint
+from loading.checkpoint import load, open_checkpoint, open_tokenizer
 from tests.helpers import FILES, HASH, PATIENCE, assert_refused, of_hub, program, set_hub
-from tokenizer import Tokenizer
 
 NEEDED = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.model"]
 
@@ -79,7 +78,9 @@ def test_hub_is_asked_once_for_what_another_program_has_not_cached(hub, cached_b
         opened = open_checkpoint("someone/tiny")
         assert (opened.sampling(), opened.notes) == ({"temp": 0.25}, [])
         assert hub.fetched() == fetched
-    assert Tokenizer(opened.folder).template_name == "the checkpoint's own (chat_template.jinja)"
+    assert (
+        open_tokenizer(opened.folder).template_name == "the checkpoint's own (chat_template.jinja)"
+    )
 
 
 def test_offline_it_is_said_that_files_may_be_missing(

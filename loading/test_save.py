@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -9,12 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from fp8 import E4M3
 from kernels import FORMATS
 from loading import place
-from loading.checkpoint import load, read_config, save
+from loading.checkpoint import Checkpoint, load, read_config, save
 from loading.templates import TEMPLATES, find_template
 from session import Session
 from tests.helpers import (
@@ -23,6 +25,7 @@ from tests.helpers import (
     LAYOUTS,
     assert_refused,
     assert_two_ranks_have,
+    edit,
     fails,
     hugging_face_model,
     logits_of,
@@ -96,6 +99,15 @@ def test_saved_model_is_the_model(cli, copy, shape, layout, form):
     for wanted, refused in ((other, ("-p", "Once")), ("e4m3", ("--save", copy.parent / "again"))):
         why = f"its matrices are {form}, and {wanted} {lossy}"
         assert_refused(cli("-m", saved, "--fp8", wanted, *refused), why)
+
+
+def test_transformers_refuses_what_was_saved(tiny_saved, tmp_path):
+    """Otherwise it would make random weights for the names that it does not find."""
+    with pytest.raises(ValueError, match="model type `fused-llama` but Transformers does not rec"):
+        transformers.AutoModelForCausalLM.from_pretrained(tiny_saved)
+    earlier = shutil.copytree(tiny_saved, tmp_path / "earlier")
+    edit(earlier / "config.json", model_type="llama", original_model_type=None)
+    assert Checkpoint(earlier).config == Checkpoint(tiny_saved).config, "stays readable"
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bf16", "fp16"])

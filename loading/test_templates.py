@@ -4,9 +4,9 @@ import re
 
 import pytest
 
+from loading.checkpoint import open_tokenizer
 from loading.templates import TEMPLATES, find_template
 from tests.helpers import assert_refused, conversation
-from tokenizer import Tokenizer
 
 TEXTS = {  # what our templates write, after bos, of a talk with and one without an answer
     "llama2": "[INST] <<SYS>>\nS\n<</SYS>>\n\nU [/INST] A </s><s>[INST] V [/INST]",
@@ -23,7 +23,7 @@ TEXTS = {  # what our templates write, after bos, of a talk with and one without
 def test_template_texts(tiny, name):
     """What is no conversation is refused, as is a system prompt within one where only the first has
     a place."""
-    t = Tokenizer(tiny, chat_template=name)
+    t = open_tokenizer(tiny, chat_template=name)
     prompt = t.chat_prompt(conversation("U", "A", "V", system="S"))
     assert prompt.text == "<s>" + TEXTS[name]
     # control tokens, and between them what SentencePiece makes of the text

@@ -17,6 +17,7 @@ from talk.openai import (
     Strict,
     check_chat,
     must_be,
+    with_one_system,
 )
 from talk.tools import Answer, Part
 
@@ -124,20 +125,13 @@ class CountRequest(ModelRequest):
             texts = [block.text for block in blocks if block.type == "text"]
             if results and not texts:
                 continue
-            text = "\n".join(texts)
-            if said.role == "system":  # templates have no place for it between other messages
-                if messages and messages[-1]["role"] == "user":
-                    messages[-1]["content"] += f"\n\n{text}"
-                else:
-                    messages.append({"role": "user", "content": text})
-                continue
-            message = {"role": said.role, "content": text}
+            message = {"role": said.role, "content": "\n".join(texts)}
             if thought := "".join(block.thinking for block in blocks):
                 message["reasoning_content"] = thought
             if calls := [chat_call(block) for block in blocks if block.type == "tool_use"]:
                 message["tool_calls"] = calls
             messages.append(message)
-        return messages
+        return with_one_system(messages)
 
     def answer(self, session: Session, *_) -> Iterator[bytes]:
         return iter([to_json({"input_tokens": len(self._chat.prompt(session).ids)})])

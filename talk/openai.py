@@ -851,6 +851,24 @@ def checked(fields: dict, kind: type[ModelRequest]) -> ModelRequest:
         raise first_error(error) from None
 
 
+def with_one_system(messages: list[dict]) -> list[dict]:
+    """Messages as all chat templates take them, where agents put instructions between others: those
+    at the beginning are one system message, and later ones part of the user's message."""
+    settled: list[dict] = []
+    for message in messages:
+        if message["role"] not in ("system", "developer"):
+            settled.append(message)
+            continue
+        begins = all(earlier["role"] == "system" for earlier in settled)
+        role = "system" if begins else "user"
+        if settled and settled[-1]["role"] == role:
+            text = f"{settled[-1]['content']}\n\n{message['content']}"
+            settled[-1] = settled[-1] | {"content": text}
+        else:
+            settled.append(message | {"role": role})
+    return settled
+
+
 def check_chat(fields: dict) -> ChatCompletionRequest:
     """The chat into which another kind of request was translated; None means absent. Raises
     APIError."""

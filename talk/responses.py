@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import ConfigDict, PrivateAttr, model_validator
 from pydantic_core import to_json
 
-from talk.openai import APIError, ChatCompletionRequest, ModelRequest, Strict, check_chat
+from talk.openai import (
+    APIError,
+    ChatCompletionRequest,
+    ModelRequest,
+    Strict,
+    check_chat,
+    with_one_system,
+)
 from talk.tools import Answer, Part
 
 if TYPE_CHECKING:  # it imports torch
@@ -106,7 +113,7 @@ class ResponsesRequest(ModelRequest):
             if thought and messages[-1]["role"] == "assistant":
                 messages[-1]["reasoning_content"] = thought
             thought = ""
-        return messages
+        return with_one_system(messages)
 
     def response_format(self) -> dict | None:
         match self.text.get("format"):

@@ -80,6 +80,15 @@ def test_openai_responses(scripted, openai_client):  # noqa: F811
     assert openai_client.responses.create(**asks | {"input": again}).output_text == "Fine."
     assert "<think>Hm.</think>I look.<tool_call>" in scripted.prompts[-1]
     assert "tool\nrain" in scripted.prompts[-1] and "web_search" not in scripted.prompts[-1]
+    within = [
+        {"role": "developer", "content": "Be kind."},
+        *again[:1],
+        {"role": "developer", "content": "Be short."},
+    ]
+    scripted.say("Yes.")  # instructions in several places, as Codex has them
+    openai_client.responses.create(**asks | {"input": within})
+    for said in "system\nBe brief.\n\nBe kind.<|im_end|>", "user\nWeather?\n\nBe short.<|im_end|>":
+        assert said in scripted.prompts[-1]
     parsed = openai_client.responses.parse(model="tiny", input="Where?", text_format=City)
     assert isinstance(parsed.output_parsed, City)
 

@@ -12,7 +12,7 @@ from engine import Engine
 from fp8 import E4M3
 from kernels import FORMATS
 from loading import random_model
-from loading.checkpoint import load
+from loading.checkpoint import load, open_tokenizer
 from loading.names import formats_of, weight_bytes
 from talk import bench_flags
 from tests.helpers import (
@@ -32,7 +32,6 @@ from tests.helpers import (
     tiny_llama,
     train_sentencepiece,
 )
-from tokenizer import Tokenizer
 
 
 def test_bench_rows_by_hand(monkeypatch, capsys):
@@ -216,9 +215,9 @@ def test_bench_perplexity_without_a_bos(bench_cli, copy, tmp_path):
     train_sentencepiece(copy, bos_id=-1)
     for name in ("config.json", "generation_config.json"):
         edit(copy / name, bos_token_id=None)
-    ids = Tokenizer(copy).encode(TEXT)
+    ids = open_tokenizer(copy).encode(TEXT)
     (tmp_path / "text").write_text(TEXT)
-    (tmp_path / "two").write_text(Tokenizer(copy).decode(ids[:2]))
+    (tmp_path / "two").write_text(open_tokenizer(copy).decode(ids[:2]))
     flags = ("-m", copy, "--device", "cpu", "-o", "json", "--perplexity")
     (row,) = rows_of(bench_cli(*flags, tmp_path / "text"))
     loss = torch.nn.functional.cross_entropy(

@@ -148,10 +148,10 @@ def launch_experts(dtype: torch.dtype, T: int, format) -> None:
 
 
 def launch_products(dtype: torch.dtype) -> None:
-    """With one token, a few and a prompt; with norms of heads, other ranks and experts."""
+    """With one token, a few, many and a prompt; with norms of heads, other ranks and experts."""
     for T in (1, 3, 96):
         launch_ops([op for op in OPS if op != "attention"], dtype, T)
-    for T, format in itertools.product((1, 3, 60), (INT4, E4M3)):
+    for T, format in itertools.product((1, 3, 60, 96), (INT4, E4M3)):
         launch_linear_add(dtype, T, format)
     launch_many(dtype, INT4)
     qk_norm = torch.zeros(2, 128, dtype=dtype)
@@ -167,7 +167,7 @@ def launch_products(dtype: torch.dtype) -> None:
 def launch_8_bit_floats() -> None:
     """What else depends on how their matrices are decoded and multiplied."""
     dtype = torch.float16
-    for T, format in itertools.product((1, 3, 60), (E4M3, E5M2, others.E4M3_128)):
+    for T, format in itertools.product((1, 3, 60, 96), (E4M3, E5M2, others.E4M3_128)):
         launch_linear_add(dtype, T, format)
     launch_linear_add(dtype, 13, E4M3)
     launch_ops(["rmsnorm_qkv_rope", "rmsnorm_linear"], dtype, 1, format=E4M3)
@@ -179,7 +179,7 @@ def launch_8_bit_floats() -> None:
 def launch_formats() -> None:
     """Matrices in all other formats."""
     dtype = torch.float16
-    for T, format in itertools.product((1, 3, 60), (OWN, *FILE_FORMATS)):
+    for T, format in itertools.product((1, 3, 60, 96), (OWN, *FILE_FORMATS)):
         launch_linear_add(dtype, T, format)
     for T, format in ((1, None), (1, INT4), (3, INT4)):  # a kernel each
         launch_linear_add(dtype, T, format, bias=torch.zeros(48, dtype=dtype))

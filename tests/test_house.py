@@ -18,7 +18,7 @@ import serve
 from engine import generate
 from kernels import FORMATS
 from loading import ggml
-from loading.checkpoint import load
+from loading.checkpoint import load, open_tokenizer
 from loading.names import formats_of, matrix_shapes
 from loading.place import check_memory, memory_of
 from loading.random_model import random_config
@@ -38,7 +38,6 @@ from tests.helpers import (
     randn,
     read_gguf,
 )
-from tokenizer import Tokenizer
 
 # ---- the house
 
@@ -256,7 +255,7 @@ GOLDENS = {  # greedy text of models/tales in fp32
 def test_tales_says_what_it_said():
     """Greedy text in fp32. A change here means that the weights or the arithmetic have changed."""
     tales = cli_module.DEFAULT_MODEL
-    model, tokenizer = load(tales, dtype="fp32", device="cpu"), Tokenizer(tales)
+    model, tokenizer = load(tales, dtype="fp32", device="cpu"), open_tokenizer(tales)
     for prompt, text in GOLDENS.items():
         ids = generate(model, tokenizer.encode(prompt), n=24, sampling=MOST_PROBABLE)
         assert tokenizer.decode([*ids]) == text, prompt
@@ -282,7 +281,7 @@ def test_smollm2_says_what_transformers_says(monkeypatch):
     theirs = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     read_gguf(theirs, SMOLLM2)
     their_tokenizer = transformers.AutoTokenizer.from_pretrained(SMOLLM2.parent, **file)
-    model, tokenizer = load(SMOLLM2, dtype="fp32", device="cpu"), Tokenizer(SMOLLM2)
+    model, tokenizer = load(SMOLLM2, dtype="fp32", device="cpu"), open_tokenizer(SMOLLM2)
     for question in ("What is the capital of France?", "Größe 🙂: who wrote Faust, and why?"):
         chat = conversation(question)
         ids = tokenizer.apply_chat_template(chat)

@@ -22,7 +22,7 @@ import kernels
 import run
 import serve
 from engine import Engine, Timings, generate
-from loading.checkpoint import Checkpoint, load
+from loading.checkpoint import Checkpoint, load, open_tokenizer
 from loading.place import DTYPES
 from model import Llama
 from passes import PROMPT_CHUNK
@@ -46,7 +46,6 @@ from tests.helpers import (
     program,
     train_sentencepiece,
 )
-from tokenizer import Tokenizer
 
 
 def test_stdout_has_only_the_text(cli, tiny):
@@ -219,7 +218,7 @@ def test_jsonl_says_why_a_text_ended(cli, tiny):
     text_of = lambda *more: objects(cli(*flags, *more)[1])[0]
     code, out, err = cli(*flags, "-n", 12)
     (whole,) = objects(out)
-    length = len(Tokenizer(tiny).encode("Once"))
+    length = len(open_tokenizer(tiny).encode("Once"))
     assert code == 0 and err == "" and whole["ended_by"] == "length" and whole["new_tokens"] == 12
     assert whole["prompt"] == "Once"
     assert whole["prompt_tokens"] == whole["evaluated_tokens"] == length
@@ -239,7 +238,7 @@ def test_jsonl_says_why_a_text_ended(cli, tiny):
 
 def test_what_ends_a_text(cli, copy):
     """An eos that the tokenizer does not flag as special has a text, which is not shown."""
-    tokenizer = Tokenizer(copy)
+    tokenizer = open_tokenizer(copy)
     ids = greedy(load(copy, device="cpu"), tokenizer.encode("Once"), 12)
     end = max(set(ids), key=ids.index)  # the last to appear for the first time
     edit(copy / "generation_config.json", eos_token_id=[2, end])
@@ -279,7 +278,7 @@ def test_progress_of_a_long_prompt(cli, tiny, monkeypatch):
     monkeypatch.setattr("talk.chat.show", lambda text: ends.append(shown.getvalue()[-1]))
     monkeypatch.setitem(PROMPT_CHUNK, "cpu", 16)
     assert cli("-m", tiny, "-p", "fox " * 40, "-n", 1, "-c", 300)[0] == 0
-    length = len(Tokenizer(tiny).encode("fox " * 40))
+    length = len(open_tokenizer(tiny).encode("fox " * 40))
     bars = [int(done) for done in re.findall(rf"\rprompt: .*?(\d+)/{length} \[", shown.getvalue())]
     assert [*dict.fromkeys(bars)] == [*range(16, length, 16)] and bars[-1] + 16 >= length > 64
     assert {*ends} == {"\r"}, "a bar is cleared before text comes"

@@ -23,6 +23,7 @@ import gguf
 import pytest
 
 import serve
+from loading.checkpoint import open_tokenizer
 from model import Llama
 from session import Session
 from talk import cli as cli_module
@@ -47,7 +48,6 @@ from tests.helpers import (
     fails,
     free_port,
 )
-from tokenizer import Tokenizer
 
 
 def test_serve_writes_what_run_py_writes(server, cli):
@@ -75,7 +75,7 @@ def test_serve_counts_and_reuses(server):
         assert cached in (None, usage["prompt_tokens_details"]["cached_tokens"])
         cached = usage["total_tokens"] - 1
         turns += [answer["message"], {"role": "user", "content": "And then?"}]
-    ids = Tokenizer(TALES).encode("Once upon a time")
+    ids = open_tokenizer(TALES).encode("Once upon a time")
     assert server.complete(max_tokens=0)["text"] == ""
     usage = server.complete()["usage"]
     assert (usage["prompt_tokens"], usage["total_tokens"]) == (len(ids), len(ids) + 12)
@@ -507,7 +507,7 @@ def test_serve_paths(server):
 
 def test_serve_tokens_of_a_text(server):
     """As llama.cpp's server tells them; nothing that is cached goes."""
-    ids = Tokenizer(TALES).encode("Once upon a time")
+    ids = open_tokenizer(TALES).encode("Once upon a time")
     used = server.complete(max_tokens=0)["usage"]
     for add_special in False, True:
         fields = dict(content="Once upon a time", add_special=add_special)
@@ -518,7 +518,7 @@ def test_serve_tokens_of_a_text(server):
             assert server.ask(path, {"tokens": told})[2] == {"content": content}
     cached = server.complete(max_tokens=0)["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached == used["prompt_tokens"]
-    text, tokenizer = "</s>[é🐢", Tokenizer(TALES)
+    text, tokenizer = "</s>[é🐢", open_tokenizer(TALES)
     told = lambda **more: server.ask("/tokenize", dict(content=text) | more)[2]["tokens"]
     assert told(parse_special=False) == tokenizer.encode(text, bos=False)
     ids = tokenizer.encode(text, bos=False, parse_special=True)

@@ -16,7 +16,7 @@ import torch
 from hypothesis import strategies as st
 
 from engine import Engine, Timings, generate
-from loading.checkpoint import load, save
+from loading.checkpoint import load, open_tokenizer, save
 from sampling import Sampling
 from session import Conversation, Session
 from speculation.proposals import Lookup
@@ -31,7 +31,7 @@ from tests.helpers import (
     logits_of,
     one_at_a_time,
 )
-from tokenizer import TextStream, Tokenizer
+from tokenizer import TextStream
 
 # ---- session.py
 
@@ -263,7 +263,7 @@ def test_wrong_calls_say_what_is_wrong(tiny, tiny_session, tmp_path):
     loaded = partial(load, tiny, device="cpu")
     saved = partial(save, tiny, tmp_path / "new", device="cpu")
     opened = partial(Session, tiny, device="cpu")
-    talk = Tokenizer(tiny).apply_chat_template
+    talk = open_tokenizer(tiny).apply_chat_template
     decode = lambda prompt: greedy(model, prompt, 1)
     no_list = "a prompt is a list of ids: tokenizer.encode"
     wrong = [
@@ -399,7 +399,7 @@ def test_sessions_load_by_default_what_load_does():
 
 
 def test_stop_strings_with_control_tokens():
-    tokenizer = Tokenizer(TALES)
+    tokenizer = open_tokenizer(TALES)
     end, text = tokenizer.control["</s>"], tokenizer.encode("One fox. Two", bos=False)
     fox = next(i for i in range(len(text)) if tokenizer.decode(text[: i + 1]).endswith("fox"))
     for stops, ids, expected, stopped in (
