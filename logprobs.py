@@ -82,7 +82,20 @@ class Scorer:
         stream = TextStream(tokenizer, tokenizer.vocabulary.adds_space)
         at_once = max(1, AT_ONCE // model.config.vocab_size)
         scores = [Logprob(prompt[0], None, [], 0)]
-        end = len(stream.push(prompt[0]))
+
+        def length(token: int) -> int:
+            """How many characters of the text a token is. It may have a control token's name, and
+            lack the space that some tokenizers put after one."""
+            name = tokenizer.control_names.get(token)
+            if name and text.startswith(name, end):
+                return len(name)
+            piece = stream.push(token)
+            if not text.startswith(piece, end):
+                piece = piece.removeprefix(" ")
+            return len(piece)
+
+        end = 0
+        end += length(prompt[0])
         for first in range(0, len(prompt) - 1, at_once):
             part = prompt[first : min(first + at_once, len(prompt) - 1)]
             logprobs = model.forward(part, state).log_softmax(-1)
@@ -91,7 +104,7 @@ class Scorer:
             for token, row, pairs in zip(prompt[first + 1 :], logprobs, best):
                 begins = end + stream.held_back
                 scores.append(Logprob(token, float(row[token]), list(zip(*pairs)), begins))
-                end += len(stream.push(token))
+                end += length(token)
             if progress:
                 progress(state.pos, len(prompt))
         timings.prompt_tokens += state.pos

@@ -245,6 +245,8 @@ def complete(args: argparse.Namespace, session: Session, output: Output, prompt:
     """Print the prompt, once it is evaluated, and its continuation."""
     shown = "" if args.no_display_prompt else prompt
     generation = session.generate(prompt, progress=output.progress, **text_options(args))
+    if generation.doubles_bos:
+        output.note("note: the prompt begins with a bos of its own, after the tokenizer's")
     output.write(generation, prompt, first=shown)
     if generation.ended_by == "interrupt":
         raise KeyboardInterrupt

@@ -55,6 +55,7 @@ if TYPE_CHECKING:  # they import torch, which takes seconds
     from session import Session
 
 BODY_BYTES = 8 << 20
+QUEUE_BYTES = 4 * BODY_BYTES  # of the bodies that wait
 LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"  # origins that are always allowed
 PUBLIC = ("/", "/health", "/v1/health")  # need no key: the page has a field for it
 # Seconds between two parts of a stream. Each part takes 0.3 ms of the model's time, or more where
@@ -80,9 +81,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add = parser.group("server")
     # fmt: off
     add("--host", default="127.0.0.1", metavar="ADDRESS",
-        help="where to listen; 0.0.0.0: on all networks")
+        help="where to listen; 0.0.0.0: on all networks; ::: also those of IPv6")
     add("--port", type=cli.within(int, 0, 65535), default=8080, metavar="N", help="0: any free one")
-    add("--api-key", metavar="KEY", help="what clients have to send")
+    add("--api-key", type=cli.in_utf8, metavar="KEY", help="what clients have to send")
+    add("--alias", type=cli.in_utf8, metavar="NAME",
+        help="the model's name for clients [that of its folder or file]")
     add("--cors", action="append", default=[], metavar="ORIGIN",
         help="allow web pages of this origin, such as https://example.org, besides those on"
         " localhost; * is all; may be repeated")
@@ -92,8 +95,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--debug", action="store_true", help="print errors with their traceback")
     # fmt: on
     args = parser.parse(argv, lambda args: "serve")
-    if "" in (args.model, args.host, args.api_key):
-        parser.error("-m, --host or --api-key is empty")
+    if "" in (args.model, args.host, args.api_key, args.alias):
+        parser.error("-m, --host, --api-key or --alias is empty")
     if error := cli.model_contradiction(args):
         parser.error(error)
     cli.settle_model(args)
@@ -126,7 +129,8 @@ class Link:
 
     def receive(self) -> ModelRequest:
         self.begun = False
-        return self.pipe.recv()
+        kind, body = self.pipe.recv()
+        return parse_request(body, kind)
 
     def send(self, part: Part) -> None:
         self.begun = True
@@ -144,12 +148,18 @@ class ClientGone(Exception):
     """The client has gone."""
 
 
-def write_next(session: Session, model: str, link: Link, debug: bool = False) -> None:
-    """Wait for a request, and answer it, on all ranks together. model: its name."""
+def write_next(
+    session: Session, model: str, link: Link, debug: bool = False, quiet: bool = True
+) -> None:
+    """Wait for a request, and answer it, on all ranks together. model: its name. quiet: the log
+    does not say how fast the answer was."""
     ranks = session.ranks
     request = link.request = ranks.broadcast(link.receive)
     try:
         write(session, model, request, link)
+        summary = request.summary()
+        if summary and not quiet:
+            cli.note(summary)
     except ClientGone:
         link.send(Part(b""))
     except APIError as error:
@@ -187,16 +197,18 @@ def parts_of(
     request: ModelRequest, session: Session, model: str, progress: Callable[[int, int], None]
 ) -> Iterator[bytes]:
     """The parts of an answer, of which nothing is evaluated yet: what fails later is not the
-    client's fault. Raises APIError for what is: a prompt that does not fit into the context, or
-    that the tokenizer or the chat template refuses."""
+    client's fault. Raises APIError for what does now, whatever it is, and on all ranks: a prompt
+    that does not fit into the context, or that the tokenizer or the chat template refuses."""
     from model import ContextFull
 
     try:
         return request.answer(session, model, progress)
     except ContextFull as error:
         raise APIError(str(error), code="context_length_exceeded") from None
-    except ValueError as error:
-        raise APIError(str(error)) from None
+    except ConnectionError:  # the other process has ended
+        raise
+    except Exception as error:
+        raise APIError(cli.error_line(error)) from None
 
 
 def failure(error: Exception, debug: bool) -> APIError:
@@ -211,8 +223,11 @@ def failure(error: Exception, debug: bool) -> APIError:
 class Client:
     """A request for the model, and what is still to be sent of the answer."""
 
-    def __init__(self, request: ModelRequest):
-        self.request = request
+    def __init__(self, kind: type[ModelRequest], body: bytes):
+        """Raises APIError. The request itself, which takes ten times the body's memory, is not kept:
+        the process that has the model parses it again."""
+        self.is_stream = parse_request(body, kind).is_stream
+        self.asks = kind, body
         self.parts: asyncio.Queue[Part | None] = asyncio.Queue()  # None: the client has gone
         self.watching: asyncio.Task | None = None  # asyncio's own references are weak
 
@@ -239,7 +254,7 @@ class Frontend:
             allow_headers=["*"],
             allow_private_network=True,
         )
-        middleware = [cors]
+        middleware = [Middleware(without_empty_segments), cors]
         if args.api_key:
             middleware.append(Middleware(require_key, key=args.api_key))
         self.about = {
@@ -272,9 +287,12 @@ class Frontend:
             middleware=middleware,
             exception_handlers={HTTPException: error_response, Exception: self.failed},
         )
+        self.app.router.redirect_slashes = False
 
     async def run(self, listener: socket.socket, access_log: bool) -> None:
-        asyncio.get_running_loop().add_reader(self.pipe.fileno(), self.receive)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self.pipe.fileno(), self.receive)
+        loop.set_exception_handler(self.note_error)
         logging.getLogger("uvicorn.error").disabled = True  # of what clients do wrong
         logging.getLogger("uvicorn.access").addHandler(logging.StreamHandler())
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
@@ -302,7 +320,14 @@ class Frontend:
             del self.waiting[0]
             self.gone[0] = 0
             if self.waiting:
-                self.pipe.send(self.waiting[0].request)
+                self.pipe.send(self.waiting[0].asks)
+
+    def note_error(self, _: asyncio.AbstractEventLoop, context: dict) -> None:
+        """Report what fails outside of a request, such as accepting one when all file descriptors
+        are in use: asyncio tries that again without end."""
+        error = context.get("exception")
+        reason = f": {cli.error_line(error)}" if error else ""
+        cli.note_once(context["message"] + reason)
 
     async def about_model(self, received: Request) -> Response:
         name = received.path_params["name"]
@@ -317,25 +342,33 @@ class Frontend:
 
     async def answer(self, kind: type[ModelRequest], received: Request) -> ASGIApp:
         try:
-            client = Client(parse_request(await body_of(received), kind))
+            client = Client(kind, await body_of(received))
         except ClientDisconnect:
             return Response()  # nobody reads it
-        if len(self.waiting) > self.queue_limit:
-            message = f"the server is busy, and its queue of {self.queue_limit} is full"
-            raise APIError(message, 503, "queue_full")
+        self.check_room(client)
         self.waiting.append(client)
         if client is self.waiting[0]:
-            self.pipe.send(client.request)
+            self.pipe.send(client.asks)
         client.watching = asyncio.create_task(self.watch(client, received))
-        is_stream = client.request.is_stream
-        first = await (next_part(client) if is_stream else client.parts.get())
+        first = await (next_part(client) if client.is_stream else client.parts.get())
         if first is None:
             return Response()
-        if is_stream and first.status == 200:
+        if client.is_stream and first.status == 200:
             response = StreamingResponse(bodies(first, client), headers=STREAM_HEADERS)
             # without starlette's own watch, whose group of tasks takes half a millisecond to begin
             return lambda scope, receive, send: response.stream_response(send)
         return Response(first.body, first.status, media_type="application/json")
+
+    def check_room(self, client: Client) -> None:
+        """Raise APIError if a client cannot wait."""
+        size = sum(len(waiting.asks[1]) for waiting in [*self.waiting[1:], client])
+        full = ""
+        if len(self.waiting) > self.queue_limit:
+            full = f"queue of {self.queue_limit}"
+        elif self.waiting and size > QUEUE_BYTES:
+            full = f"queue of {QUEUE_BYTES} bytes"
+        if full:
+            raise APIError(f"the server is busy, and its {full} is full", 503, "queue_full")
 
     async def watch(self, client: Client, received: Request) -> None:
         """Wait until a client has its answer or has gone."""
@@ -364,7 +397,8 @@ async def bodies(part: Part | None, client: Client) -> AsyncIterator[bytes]:
     while part:
         body = part.body
         if part.status != 200:  # after a comment
-            body = client.request.error_event(from_json(body))
+            kind, _ = client.asks
+            body = kind.error_event(from_json(body))
         yield body
         part = None if part.last else await next_part(client)
 
@@ -426,15 +460,28 @@ def page() -> Response:
     return HTMLResponse(html, headers=headers)
 
 
+def without_empty_segments(app: ASGIApp) -> ASGIApp:
+    """Take //v1/models/ for /v1/models. A redirection would name the scheme and the host that this
+    process sees, which may stand behind a proxy."""
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        segments = filter(None, scope["path"].split("/"))
+        await app(scope | {"path": "/" + "/".join(segments)}, receive, send)
+
+    return run
+
+
 def require_key(app: ASGIApp, key: str) -> ASGIApp:
     """Answer only requests with the key, except for what is public."""
-    wanted = f"Bearer {key}".encode()
+    wanted = key.encode()
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
-        given = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
+        header = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
+        scheme, _, given = header.partition(b" ")
         response = app
-        if scope["path"] not in PUBLIC and not hmac.compare_digest(given, wanted):
+        has_key = scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), wanted)
+        if scope["path"] not in PUBLIC and not has_key:
             error = APIError("the API key is missing or wrong", 401, "invalid_api_key")
             response = await error_response(None, error)
         await response(scope, receive, send)
@@ -468,8 +515,9 @@ async def error_response(received: Request | None, error: HTTPException) -> Resp
 
 def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both = family is socket.AF_INET6 and socket.has_dualstack_ipv6()  # :: is all of IPv4, too
     try:
-        listener = socket.create_server((host, port), family=family)
+        listener = socket.create_server((host, port), family=family, dualstack_ipv6=both)
     except OSError as error:
         reason, *_ = error.strerror.split(" (while")  # create_server adds the address
         raise OSError(f"cannot listen on {host}, port {port}: {reason}") from None
@@ -501,6 +549,20 @@ def start_frontend(args: argparse.Namespace) -> Link:
 # ---- the program
 
 
+def model_name(model: str, alias: str | None) -> str:
+    """What a model is called: its alias, its name on the hub, or that of its folder or file. Of a
+    file that is named by its content, as in ollama's store and the hub's, the name inside."""
+    from loading.gguf import read_header
+
+    path = local_checkpoint(model)
+    if alias or not path:
+        return alias or model
+    name = os.path.basename(os.path.abspath(path))
+    if re.fullmatch("(sha256-)?[0-9a-f]{40,64}", name) and path.is_file():
+        name = read_header(path).get("general.name", str) or name
+    return name
+
+
 def work(link: Link, args: argparse.Namespace, ranks: Ranks) -> int:
     from loading.place import pick_device
     from model import ContextFull
@@ -512,9 +574,7 @@ def work(link: Link, args: argparse.Namespace, ranks: Ranks) -> int:
     # What a first text compiles is ready when a client asks
     with suppress(ContextFull):  # of one token
         session.generate("a", n=2).finish()
-    model = args.model  # its name, on the hub
-    if path := local_checkpoint(args.model):
-        model = path.resolve().name
+    model = model_name(args.model, args.alias)
     if not args.quiet:
         host = f"[{args.host}]" if ":" in args.host else args.host
         cli.note(f"model     {session.model.checkpoint.folder}")
@@ -524,7 +584,7 @@ def work(link: Link, args: argparse.Namespace, ranks: Ranks) -> int:
         if link.pipe:
             link.pipe.send((model, session.state.size))
         while True:
-            write_next(session, model, link, args.debug)
+            write_next(session, model, link, args.debug, args.quiet)
     except (EOFError, ConnectionError):
         what = "the process that answers clients has ended"
         raise RuntimeError(what) from None

@@ -67,6 +67,7 @@ class Generation:
         are asked for. first: pieces that come before these tokens. constraint: ends the text, if there
         is one."""
         self.prompt_tokens = prompt_tokens
+        self.doubles_bos = False  # the prompt has a bos of its own beside the tokenizer's
         # How many of them were evaluated for an earlier text: 0 until the first new token
         self.cached_tokens = 0
         self.ids: list[int] = []  # without an eos
@@ -78,6 +79,7 @@ class Generation:
         self.timings = timings
         self.thinks = False  # it begins within what is thought
         self._stream = stream
+        self.lacks_text = False  # ids go on beyond the text, once that has ended
         self._at_end: list[Callable[[], None]] = []
         self._scorer = scorer
         self._constraint = constraint
@@ -147,6 +149,7 @@ class Generation:
             self._at_end.clear()
             raise
         finally:  # also after close and Ctrl-C
+            self.lacks_text = stream.lacks_text
             for do in self._at_end:
                 do()
 
@@ -248,7 +251,6 @@ class Session:
         self.sampling: Sampling = self.model.sampling  # the checkpoint's own
         self.timings = Timings()  # of all that was generated
         self.load_seconds = time.perf_counter() - start
-        self._control_names = {id: name for name, id in self.tokenizer.control.items()}
         self._generation: Generation | None = None  # the last one
         self._grammars: Grammars | None = None  # once one is asked for
         self._past: Prompt | None = None  # the last prompt of a chat, and its answer
@@ -276,7 +278,8 @@ class Session:
         progress: Callable[[int, int], None] | None = None,
         **settings,
     ) -> Generation:
-        """Continue a prompt, of which nothing is evaluated before the first piece is asked for.
+        """Continue a prompt, in which the names of control tokens stand for these. Nothing is
+        evaluated before the first piece is asked for.
         There are at most n tokens; below 0 there is no limit but the context. The text ends before
         `stop`, or the first of several such strings. If an earlier text is unfinished, it ends here.
 
@@ -300,8 +303,10 @@ class Session:
         if strip_space is None:
             strip_space = prompt == "" and self.tokenizer.vocabulary.adds_space
         text = prompt
+        doubles_bos = False
         if isinstance(prompt, str):
             prompt = self.encode(prompt)
+            doubles_bos = prompt[:2] == [self.tokenizer.bos] * 2
         elif echo:
             text = self.tokenizer.decode(prompt)
         eos = {*(self.eos if eos is None else eos), *stop_token_ids}
@@ -347,6 +352,7 @@ class Session:
         self._generation = Generation(
             len(prompt), tokens, timings, n, eos, stream, scorer, first, constraint
         )
+        self._generation.doubles_bos = doubles_bos
         self._generation.at_end(lambda: self._count(timings))
         return self._generation
 
@@ -377,15 +383,15 @@ class Session:
             self._generation.close()
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a prompt; for an empty text, one from which the model can start. Raises
-        ValueError for a lone surrogate."""
+        """The ids of a prompt, in which the names of control tokens stand for these; for an empty
+        text, an id from which the model can start. Raises ValueError for a lone surrogate."""
         first = [i for i in (self.tokenizer.bos, self.tokenizer.eos) if i >= 0][:1]
-        return self.tokenizer.encode(text) or first
+        return self.tokenizer.encode(text, parse_special=True) or first
 
     def token_text(self, token: int) -> str:
         """The text of a single token: of a control token, its name. Bytes that are no whole
         character become U+FFFD."""
-        if name := self._control_names.get(token):
+        if name := self.tokenizer.control_names.get(token):
             return name
         return self.tokenizer.bytes_of(token).decode(errors="replace")
 
@@ -437,16 +443,15 @@ class Session:
             continues = False
         if not messages:
             raise ValueError("there is no message to answer, and no text of an answer to continue")
-        render = self.tokenizer.chat_prompt
-        prompt = self.ranks.broadcast(
-            lambda: render(
-                messages, past=self._past, continues=continues, tools=tools, variables=variables
+        given = dict(tools=tools, variables=variables)
+
+        def rendered() -> Prompt:
+            self.tokenizer.check_systems(messages, **given)
+            return self.tokenizer.chat_prompt(
+                messages, past=self._past, continues=continues, **given
             )
-        )
-        for message in messages:
-            if message["role"] == "system" and message["content"].strip() not in prompt.text:
-                raise ValueError("the chat template has no place for this system message")
-        return prompt
+
+        return self.ranks.broadcast(rendered)
 
     def turn_ends(self) -> tuple[set[int], list[str]]:
         """The ids and the strings that end an answer, besides eos, according to the chat template.
@@ -495,7 +500,7 @@ class Session:
     def _remember(self, prompt: Prompt, answer: Generation) -> None:
         if answer.answered:
             ids = answer.ids
-            if answer.ended_by == "stop":  # they go on beyond the text
+            if answer.lacks_text:
                 ids = self.tokenizer.encode(answer.text, bos=False)
             self._past = replace(prompt, ids=prompt.ids + ids, answer=answer.text)
 

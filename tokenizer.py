@@ -6,21 +6,24 @@ and makes Prompts of conversations. A TextStream makes text of ids as they come.
 
 Tokenizers and templates come with a checkpoint, so they are not trusted: only regular files of a
 sane size are read, a template runs in Jinja's sandbox (see loading/templates.py), errors are one
-line, and only the template itself writes control tokens. None of this needs torch."""
+line. Control tokens are written by the template itself and by whoever writes a whole prompt, never
+by a message. None of this needs torch."""
 
 import codecs
 import functools
 import json
+import os
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 
-from loading.files import one_line_errors, read_bytes, read_json
-from loading.gguf import TURN_MARKS, read_header, tokenizer_files
+from loading.files import one_line, one_line_errors, read_bytes, read_json, read_text
+from loading.gguf import QWEN2, TURN_MARKS, read_header, tokenizer_files
 from loading.hub import find_gguf
 from loading.templates import find_template, named_template, render
 
@@ -260,7 +263,7 @@ def added_tokens(
     added = {}
     for token in listed:
         i = token.get("id") if type(token) is dict else None
-        if type(i) is int and 0 <= i < most and type(token.get("content")) is str:
+        if type(i) is int and 0 <= i < most and (content_of(token) or "") != "":
             added[i] = ADDED | token
     return added
 
@@ -289,13 +292,47 @@ def content_of(token: object) -> str | None:
     return token if isinstance(token, str) else None
 
 
+@contextmanager
+def panics_are_errors(what: str) -> Iterator[None]:
+    """Make a ValueError of whatever the library raises inside: what it cannot do is often a
+    PanicException, which is no Exception, and of which Rust writes lines to stderr before."""
+    try:
+        with native_stderr_to_nowhere():
+            yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise ValueError(one_line(f"{what}: {error}")) from None
+
+
+@contextmanager
+def native_stderr_to_nowhere() -> Iterator[None]:
+    """Let what libraries write to file descriptor 2 go nowhere. It takes a microsecond or two."""
+    try:
+        saved = os.dup(2)
+    except OSError:  # it is closed
+        yield
+        return
+    try:
+        os.dup2(nowhere(), 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+
+
+@functools.cache
+def nowhere() -> int:
+    return os.open(os.devnull, os.O_WRONLY)
+
+
 class TokenizerJson(Vocabulary):
     """A tokenizer.json, run by the library that defines it (tokenizers)."""
 
     def __init__(self, file: Path, raw: dict, added: dict[int, dict], config: dict):
         import tokenizers
 
-        try:
+        with panics_are_errors(f"{file} is not a valid tokenizer"):
             if not all(isinstance(token, dict) for token in raw.get("added_tokens") or []):
                 raise TypeError("added_tokens must be objects")
             vocab = raw["model"]["vocab"]
@@ -310,10 +347,6 @@ class TokenizerJson(Vocabulary):
             whole = raw | {"truncation": None, "padding": None, "added_tokens": as_text}
             self._library = tokenizers.Tokenizer.from_str(json.dumps(whole))
             self._replaced = replacements(raw.get("decoder"))
-        except (KeyboardInterrupt, MemoryError):
-            raise
-        except BaseException as error:  # the library's PanicException is not an Exception
-            raise ValueError(f"{file} is not a valid tokenizer: {error}") from None
         # The library counts on from the vocabulary, whatever ids the files say
         ids = [self._library.token_to_id(token["content"]) for token in added.values()]
         added = dict(zip(ids, added.values()))
@@ -356,14 +389,16 @@ class TokenizerJson(Vocabulary):
         """What the file's post-processor adds. As in transformers, the configuration does not
         matter."""
         text, _ = self._encode("a")
-        whole = self._library.encode("a").ids
+        with panics_are_errors("the tokenizer fails at the text 'a'"):
+            whole = self._library.encode("a").ids
         for i in range(len(whole)):
             if whole[i : i + len(text)] == text:
                 return whole[:i]
         return []
 
     def _encode(self, text: str) -> tuple[list[int], list[int]]:
-        encoding = self._library.encode(text, add_special_tokens=False)
+        with panics_are_errors("the tokenizer fails at this text"):
+            encoding = self._library.encode(text, add_special_tokens=False)
         begins = []
         for i, (begin, end) in zip(encoding.ids, encoding.offsets):
             if i in self._control_ids and i != self._unknown and end - begin > 1:
@@ -400,8 +435,9 @@ BYTE_LEVEL = {chr(byte): byte for byte in VISIBLE} | {
 
 
 def tokenizer_file(folder: Path) -> Path:
-    """tokenizer.json or tokenizer.model of a folder, in transformers' order. Meta's layout may have
-    the latter in the folder's parent. Raises OSError, ValueError."""
+    """tokenizer.json or tokenizer.model of a folder, in transformers' order, or vocab.json, which has
+    merges.txt beside it. Meta's layout may have tokenizer.model in the folder's parent. Raises
+    OSError, ValueError."""
     whole = folder / "tokenizer.json"
     files = [folder / "tokenizer.model"]
     if not (folder / "config.json").is_file():  # Meta's layout
@@ -414,7 +450,39 @@ def tokenizer_file(folder: Path) -> Path:
         return files[0]
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder {folder} here")
-    raise FileNotFoundError(f"{folder} holds no tokenizer.model and no tokenizer.json")
+    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        return folder / "vocab.json"
+    lacks = f"{folder} holds no tokenizer.model and no tokenizer.json"
+    if (folder / "tekken.json").is_file():
+        lacks += "; of tekken.json, which it has, take the version in Hugging Face's layout or GGUF"
+    raise FileNotFoundError(lacks)
+
+
+def of_two_files(vocab: dict, folder: Path, config: dict) -> dict:
+    """The tokenizer.json that transformers makes of vocab.json and merges.txt. Raises OSError,
+    ValueError."""
+    kind = str(config.get("tokenizer_class")).removesuffix("Fast")
+    if kind not in ("GPT2Tokenizer", "Qwen2Tokenizer"):
+        remedy = "save it by transformers' AutoTokenizer, which writes a tokenizer.json"
+        raise ValueError(f"{folder} has vocab.json and merges.txt of {kind}: {remedy}")
+    is_qwen = kind == "Qwen2Tokenizer"
+    lines = read_text(folder / "merges.txt").splitlines()
+    byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True)
+    cuts = [byte_level | {"use_regex": not is_qwen}]
+    if is_qwen:
+        split = dict(type="Split", pattern={"Regex": QWEN2}, behavior="Isolated", invert=False)
+        cuts.insert(0, split)
+    return {
+        "version": "1.0",
+        "normalizer": {"type": "NFC"} if is_qwen else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": cuts},
+        "decoder": byte_level | {"use_regex": True},
+        "model": {
+            "type": "BPE",
+            "vocab": vocab,
+            "merges": [line for line in lines if line and not line.startswith("#version")],
+        },
+    }
 
 
 def as_llama(raw: dict, folder: Path, config: dict) -> None:
@@ -484,6 +552,8 @@ class Tokenizer:
                 # as in transformers, the second is read only of old tokenizers
                 if (folder / name).is_file() and "added_tokens_decoder" not in self.config:
                     self.config |= read_json(folder / name)
+            if file.name == "vocab.json":
+                raw = of_two_files(raw, folder, self.config)
             if isinstance(raw, dict):
                 as_llama(raw, folder, self.config)
         kind = SentencePiece if isinstance(raw, bytes) else TokenizerJson
@@ -501,9 +571,10 @@ class Tokenizer:
         self.control = self.vocabulary.control
         as_text = self.config.get("split_special_tokens") is True
         self.control_pattern = any_of(() if as_text else self.control, self.vocabulary.single)
+        self.control_names = {id: name for name, id in self.control.items()}
         self._longest = max(map(len, self.control), default=0)
-        self._beginnings = {name[:n] for name in self.control for n in range(1, len(name))}
-        self._endings = {name[n:] for name in self.control for n in range(1, len(name))}
+        self._names = Beginnings(self.control)
+        self._backwards = Beginnings(name[::-1] for name in self.control)
         self.named = dict(self.vocabulary.named)
         for name in NAMES:
             if text := content_of(self.config.get(name)):
@@ -519,11 +590,12 @@ class Tokenizer:
         if chat_template is None:
             self.tool_template = named_template(self.config, "tool_use") or self.chat_template
 
-    def encode(self, text: str, bos: bool = True) -> list[int]:
+    def encode(self, text: str, bos: bool = True, parse_special: bool = False) -> list[int]:
         """Text to ids, after bos unless the checkpoint says otherwise. What looks like a control
-        token is encoded as text. Raises ValueError for a lone surrogate, which UTF-8 cannot
-        encode."""
-        ids = self.vocabulary.encode(_checked(text))
+        token is encoded as text or, with parse_special, as that token. Raises ValueError for a lone
+        surrogate, which UTF-8 cannot encode."""
+        control = self._control_in(_checked(text)) if parse_special else []
+        ids = self.vocabulary.encode_chat(text, control, after=False)
         if bos:
             return self._starts + ids
         return ids
@@ -535,9 +607,11 @@ class Tokenizer:
             return b""
         return self._bytes_of(token)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Ids to text, without the space that some tokenizers put before a text."""
-        raw = b"".join(map(self.bytes_of, ids))
+    def decode(self, ids: Sequence[int], marks: bool = False) -> str:
+        """Ids to text, without the space that some tokenizers put before a text. marks: control
+        tokens are written by their names; otherwise they are left out."""
+        names = self.control_names if marks else {}
+        raw = b"".join(names[i].encode() if i in names else self.bytes_of(i) for i in ids)
         text = _replaced(raw.decode(errors=self.vocabulary.utf8_errors))
         if self.vocabulary.adds_space:
             text = text.removeprefix(" ")
@@ -576,19 +650,17 @@ class Tokenizer:
         continued. tools and variables: what else the template is given. Raises ValueError where the
         template fails."""
         asks = add_generation_prompt and not continues
-        text, control = self._render(messages, asks, tools, variables or {})
+        text, control, end = self._render(messages, asks, tools, variables, continues)
         leaves_space = False
         if continues:
             said = messages[-1]["content"]
-            answer = said.strip()
-            end = text.rfind(answer) + len(answer)
-            if not answer or end < len(answer):
+            if not text[:end].endswith(said.strip()):
                 raise ValueError(
                     "the chat template changes the last answer: it cannot be continued"
                 )
             control = [span for span in control if span[1] <= end]
             # Templates may leave out white space at the end, which the model has to know of
-            _, _, space = said.rpartition(answer)
+            space = said[len(said.rstrip()) :]
             leaves_space = space.endswith(" ")
             text = text[:end] + space.removesuffix(" ")
         ends = self._common_ends(past, text)
@@ -621,9 +693,9 @@ class Tokenizer:
     def turn_ends(self) -> tuple[set[int], list[str]]:
         """What ends an answer, because the template writes it between an answer and the next
         question: ids of control tokens and, if the template has none for the roles, text."""
-        first, answer, second = (secrets.token_hex(8) for _ in range(3))
+        first, answer, second = (random_digits() for _ in range(3))
         roles = {first: "user", answer: "assistant", second: "user"}
-        text, control = self._render(
+        text, control, _ = self._render(
             [{"role": role, "content": word} for word, role in roles.items()], False
         )
         begin = text.find(answer) + len(answer)
@@ -638,32 +710,70 @@ class Tokenizer:
         lines = any_of(tokens).sub("", gap).strip().splitlines()
         return ids, lines[:1]
 
+    def check_systems(
+        self,
+        messages: list[dict],
+        tools: list[dict] | None = None,
+        variables: dict | None = None,
+    ) -> None:
+        """Raise ValueError if the template leaves out a system message, which it may also rewrite: if
+        it leaves out another one in its place."""
+        key = random_digits()
+        others = [*messages]
+        count = 0
+        for i, message in enumerate(messages):
+            if message["role"] == "system" and message["content"].strip():
+                others[i] = message | {"content": f"{key}{count:08}"}
+                count += 1
+        if not count:
+            return
+        given = {**(variables or {}), "messages": others, "tools": tools or None}
+        if len({*re.findall(rf"{key}\d{{8}}", self._written(given, True))}) < count:
+            raise ValueError("the chat template has no place for this system message")
+
+    def _written(self, given: dict, add_generation_prompt: bool) -> str:
+        """What the template makes of the variables that it is given."""
+        template = self.tool_template if given["tools"] else self.chat_template
+        known = dict(add_generation_prompt=add_generation_prompt, documents=None, **self.named)
+        return render(template, **given | known)
+
     def _render(
         self,
         messages: list[dict],
         add_generation_prompt: bool,
         tools: list[dict] | None = None,
         variables: dict | None = None,
-    ) -> tuple[str, list[Span]]:
-        """The text of a conversation, and where the template wrote control tokens.
+        continues: bool = False,
+    ) -> tuple[str, list[Span], int]:
+        """The text of a conversation, where the template wrote control tokens, and where the last
+        answer ends if it is to be continued. Raises ValueError if that is not in the text.
 
         A sentinel, which is a character that occurs nowhere else, marks what is typed: in messages
         it is put before what looks like a control token, or could become one together with what the
         template writes around the message. None stands in a token or after it, since templates look
         for "</think>" and strip what follows."""
         given = {**(variables or {}), "messages": messages, "tools": tools or None}
-        template = self.tool_template if tools else self.chat_template
-        everything = template + _checked("".join(strings_in(given)))
+        used = {*self.chat_template, *self.tool_template, *_checked("".join(strings_in(given)))}
         private = map(chr, range(0x10FFFD, 0xFFFFF, -1))  # plane 16, for private use
-        sentinel = next(c for c in private if c not in everything)
+        unused = [*islice((c for c in private if c not in used), 2)]
+        if len(unused) < 2:
+            raise ValueError("the messages use every character for private use of Unicode")
+        sentinel, end_mark = unused
         marked = {name: self._all_marked(value, sentinel) for name, value in given.items()}
         for message, original in zip(marked["messages"], messages):
             message["role"] = original["role"]
-        known = dict(add_generation_prompt=add_generation_prompt, documents=None, **self.named)
-        parts = render(template, **marked | known).split(sentinel)
+        if continues:
+            said = marked["messages"][-1]["content"]
+            end = len(said.rstrip())
+            marked["messages"][-1]["content"] = said[:end] + end_mark + said[end:]
+        before, *after = self._written(marked, add_generation_prompt).split(end_mark)
+        if len(after) != int(continues):
+            raise ValueError("the chat template leaves out the last answer: it cannot be continued")
+        parts = "".join([before, *after]).split(sentinel)
         typed_at = {*accumulate(map(len, parts[:-1]))}
         text = "".join(parts)
-        return text, [span for span in self._control_in(text) if typed_at.isdisjoint(range(*span))]
+        control = [s for s in self._control_in(text) if typed_at.isdisjoint(range(*s))]
+        return text, control, len(before.replace(sentinel, ""))
 
     def _all_marked(self, value: object, sentinel: str) -> object:
         """A value of JSON in which each string is marked."""
@@ -684,9 +794,11 @@ class Tokenizer:
         end = len(content.rstrip())
         places = {begin for begin, _ in self._control_in(content)}
         for i in range(max(start, end - self._longest), end):
-            if content[i:end] in self._beginnings:
+            if content[i] in self._names.first and self._names.has(content[i:end]):
                 places.add(i)
-        if any(content[start : start + n] in self._endings for n in range(1, self._longest)):
+        head = content[start : min(end, start + self._longest)][::-1]
+        lasts = self._backwards
+        if any(head[i] in lasts.first and lasts.has(head[i:]) for i in range(len(head))):
             places.add(start)
         cuts = [0, *sorted(places), len(content)]
         return sentinel.join(content[begin:end] for begin, end in pairwise(cuts))
@@ -708,6 +820,24 @@ def strings_in(value: object) -> Iterator[str]:
             for name, item in value.items():
                 yield name
                 yield from strings_in(item)
+
+
+class Beginnings:
+    """What names begin with, which takes no more memory than they do."""
+
+    def __init__(self, names: Iterable[str]):
+        self._sorted = sorted(names)
+        self.first = {name[0] for name in self._sorted}
+
+    def has(self, text: str) -> bool:
+        """Whether a name begins with the text, and goes on."""
+        i = bisect_right(self._sorted, text)
+        return i < len(self._sorted) and self._sorted[i].startswith(text)
+
+
+def random_digits() -> str:
+    """A word that occurs nowhere else, and that a template which rewrites text leaves as it is."""
+    return f"{secrets.randbelow(10**16):016}"
 
 
 def _checked(text: str) -> str:
@@ -750,7 +880,7 @@ class TextStream:
         # surrogate, which no text contains
         self._signs: dict[int, str] = {}
         whole = [stop for stop in stops if stop]
-        self.stops = [*whole, *(self._with_signs(stop) for stop in whole)]
+        self.stops = Stops([*whole, *(self._with_signs(stop) for stop in whole)])
         self.strip_space = strip_space
         self.stop = ""  # the stop string that was found
         self._utf8 = codecs.getincrementaldecoder("utf-8")(tokenizer.vocabulary.utf8_errors)
@@ -760,6 +890,13 @@ class TextStream:
     def stopped(self) -> bool:
         """Whether a stop string was found."""
         return self.stop != ""
+
+    @property
+    def lacks_text(self) -> bool:
+        """Whether the text so far lacks something of the tokens: what is held back, or a stop
+        string and what follows it."""
+        incomplete, _ = self._utf8.getstate()
+        return bool(incomplete or self._pending)
 
     @property
     def held_back(self) -> int:
@@ -775,6 +912,7 @@ class TextStream:
         text = self._release(_replaced(self._utf8.decode(b"", True)))
         if not self.stopped:
             text += self._without_signs(self._pending)
+            self._pending = ""
         return text
 
     def _with_signs(self, stop: str) -> str:
@@ -796,19 +934,73 @@ class TextStream:
         if self.strip_space and text:
             text = text.removeprefix(" ")
             self.strip_space = False
-        if not self.stops:
-            return text
+        end = len(self._pending)
         self._pending += text
-        # the one that ends first, however the text is cut into tokens; of equals the longest
-        starts = [(self._pending.find(stop), stop) for stop in self.stops]
-        found = [(i + len(stop), i, stop) for i, stop in starts if i >= 0]
-        keep = max(map(self._begun, self.stops), default=0)
-        _, end, self.stop = min(found, default=(0, len(self._pending) - keep, ""))
+        for char in text:
+            end += 1
+            stop = self.stops.push(char)
+            if stop:
+                self.stop = self._pending[end - stop : end]
+                end -= stop
+                break
+        else:
+            end -= self.stops.begun
         ready = self._pending[:end]
         self._pending = self._pending[end:]
         return self._without_signs(ready)
 
-    def _begun(self, stop: str) -> int:
-        """How many characters of a stop string the text ends with, not all of them."""
-        sizes = range(min(len(stop), len(self._pending) + 1))
-        return max((n for n in sizes if self._pending.endswith(stop[:n])), default=0)
+
+class _Begun:
+    """What the text ends with: the longest beginning of stop strings. Sorted, those that begin with
+    it lie together."""
+
+    def __init__(self, begin: int = 0, end: int = 0, length: int = 0):
+        self.begin = begin  # of the strings that begin with it
+        self.end = end
+        self.length = length
+        self.shorter: _Begun | None = None  # the next longest, None if there is none
+        self.whole = 0  # the length of the longest stop string that ends here, 0 if none does
+        self.after: dict[str, _Begun] = {}  # by the next character
+
+
+class Stops:
+    """Looks for several strings at once, at a cost for each character that does not depend on how
+    many there are: Aho and Corasick's automaton, of which only those states are made that the text
+    reaches."""
+
+    def __init__(self, strings: Sequence[str]):
+        self.strings = sorted(strings)
+        self._start = self._state = _Begun(0, len(self.strings))
+
+    @property
+    def begun(self) -> int:
+        """How many characters at the end of the text may be the beginning of a string."""
+        return self._state.length
+
+    def push(self, char: str) -> int:
+        """Go on by a character. Returns the length of the string that ends with it, of several the
+        longest, or 0."""
+        unknown = []
+        state = self._state
+        while state and char not in state.after:
+            unknown.append(state)
+            state = state.shorter
+        reached = state.after[char] if state else self._start
+        for state in reversed(unknown):
+            reached = state.after[char] = self._longer(state, char, reached) or reached
+        self._state = reached
+        return reached.whole
+
+    def _longer(self, state: _Begun, char: str, shorter: _Begun) -> _Begun | None:
+        """The state of what is longer by a character; None if no string begins so."""
+        n = state.length
+        after = dict(lo=state.begin, hi=state.end, key=lambda string: string[n : n + 1])
+        begin = bisect_left(self.strings, char, **after)
+        end = bisect_right(self.strings, char, **after)
+        if begin == end:
+            return None
+        longer = _Begun(begin, end, n + 1)
+        longer.shorter = shorter
+        is_whole = len(self.strings[begin]) == n + 1
+        longer.whole = n + 1 if is_whole else shorter.whole
+        return longer

@@ -323,6 +323,36 @@ MUTANTS = [
         "session.py", "strip_space = prompt.leaves_space", "strip_space = False", "serve_messages"
     ),
     Mutant(
+        "session.py",
+        "encode(text, parse_special=True) or first",
+        "encode(text) or first",
+        "a_prompt_with_a_bos",
+    ),
+    Mutant(
+        "session.py",
+        "if answer.lacks_text:",
+        'if answer.ended_by == "stop":',
+        "closed_answer",
+    ),
+    Mutant(
+        "tokenizer.py",
+        "n + 1 if is_whole else shorter.whole",
+        "n + 1 if is_whole else 0",
+        "stop_strings_across",
+    ),
+    Mutant(
+        "tokenizer.py",
+        "before, *after = self._written(marked, add_generation_prompt).split(end_mark)",
+        "before, *after = self._written(marked, add_generation_prompt).rsplit(said.strip(), 1)",
+        "continued_answers_that_the_template",
+    ),
+    Mutant(
+        "tokenizer.py",
+        "self._control_in(_checked(text)) if parse_special else []",
+        "self._control_in(_checked(text))",
+        "typed_control_tokens_are_text",
+    ),
+    Mutant(
         "tokenizer.py",
         '"legacy", not config',
         '"legacy", True',
@@ -330,14 +360,14 @@ MUTANTS = [
     ),
     Mutant(
         "tokenizer.py",
-        "if self._pending.endswith(stop[:n])), default=0)",
-        "if False), default=0)",
+        "            end -= self.stops.begun\n",
+        "            pass\n",
         "stop_strings",
     ),
     Mutant(
         "tokenizer.py",
-        "found = [(i + len(stop), i, stop) for",
-        "found = [(i - len(stop), i, stop) for",
+        "                end -= stop\n",
+        "                end -= 1\n",
         "stop_strings_across",
     ),
     Mutant("tokenizer.py", "places.add(start)", "pass", "half_typed"),
@@ -349,8 +379,8 @@ MUTANTS = [
     ),
     Mutant(
         "tokenizer.py",
-        "isdisjoint(range(*span))",
-        "isdisjoint(range(span[0] + 1, span[1]))",
+        "isdisjoint(range(*s))",
+        "isdisjoint(range(s[0] + 1, s[1]))",
         "typed_control",
     ),
     Mutant("loading/templates.py", "trim_blocks=True, ", "", "template_has"),
@@ -371,7 +401,7 @@ MUTANTS = [
     ),
     Mutant(
         "session.py",
-        '            if answer.ended_by == "stop":',
+        "            if answer.lacks_text:",
         "            if False:",
         "stopped_answer",
     ),
@@ -470,7 +500,12 @@ MUTANTS = [
         "",
         "goes_on_after",
     ),
-    Mutant("serve.py", "    except ConnectionError:", "    except OSError:", "goes_on_after"),
+    Mutant(
+        "serve.py",
+        "has ended\n        raise\n    except Exception as error:\n        if ranks",
+        "has ended\n        raise\n    except LookupError as error:\n        if ranks",
+        "goes_on_after",
+    ),
     Mutant(
         "serve.py",
         "if not origin or own or self.is_allowed_origin(origin):",

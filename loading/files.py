@@ -4,6 +4,7 @@ only regular files of a sane size are read, and an error that quotes them is one
 import io
 import json
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -147,13 +148,16 @@ class Fields(dict):
             )
 
     def ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """The tokens' ids in a field, which may hold one, a list, or none. Raises ValueError."""
+        """The tokens' ids in a field, which may hold one, a list, or none. Those that the vocabulary
+        does not have are left out, with a warning. Raises ValueError for what is no id."""
         value = self.get(name)
         if value is None:
             return ()
         ids = tuple(value) if isinstance(value, list) else (value,)
-        for i in ids:
-            if type(i) is not int or not 0 <= i < vocab_size:
-                what = f"it must hold ids below vocab_size {vocab_size}"
-                raise ValueError(f"{self.file}: {name} is {value!r}; {what}")
-        return ids
+        if any(type(i) is not int for i in ids):
+            raise ValueError(f"{self.file}: {name} is {value!r}; it must hold ids of tokens")
+        known = tuple(i for i in ids if 0 <= i < vocab_size)
+        if known != ids:
+            beyond = f"ids that a vocabulary of {vocab_size} does not have are ignored"
+            warnings.warn(one_line(f"{self.file}: {name} is {value!r}; {beyond}"), stacklevel=2)
+        return known

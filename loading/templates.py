@@ -69,13 +69,18 @@ def find_template(folder: Path, config: dict, choice: str | None = None) -> tupl
 
 
 def named_template(config: dict, name: str) -> str | None:
-    """One of the templates in a tokenizer_config.json. A single one is the default."""
+    """One of the templates in a tokenizer_config.json. A single one is the default; where none is
+    called so, the first one is."""
     own = config.get("chat_template")
     if isinstance(own, str):
         own = {"default": own}
     if isinstance(own, list):
         own = {str(t.get("name")): t.get("template") for t in own if isinstance(t, dict)}
-    found = own.get(name) if isinstance(own, dict) else None
+    if not isinstance(own, dict):
+        return None
+    if name == "default" and own and name not in own:
+        name = next(iter(own))
+    found = own.get(name)
     return found if isinstance(found, str) else None
 
 

@@ -186,5 +186,15 @@ def test_config_eos_of_both_files(copy):
     assert read_config(copy).eos_ids == (0,) and read_config(copy).bos_id == 5
     edit(copy / "generation_config.json", eos_token_id=None)
     assert read_config(copy).eos_ids == (7, 2)
+    beyond = (
+        r"eos_token_id is \[2, 9999, -1\]; ids that a vocabulary of \d+ does not have are ignored"
+    )
+    edit(copy / "generation_config.json", eos_token_id=[2, 9999, -1])
+    with pytest.warns(UserWarning, match=beyond):
+        assert read_config(copy).eos_ids == (2,)
+    edit(copy / "generation_config.json", eos_token_id=9999)
+    with pytest.warns(UserWarning, match="eos_token_id is 9999"):
+        assert read_config(copy).eos_ids == (7, 2), "as if it were absent"
+    edit(copy / "generation_config.json", eos_token_id=None)
     edit(copy / "config.json", eos_token_id=7)
     assert Session(copy, device="cpu").eos == {7, 2}, "the tokenizer's own ends a text, too"

@@ -51,6 +51,9 @@ def test_find_template(tmp_path):
     assert find_template(folder, own)[0] == "own"
     assert find_template(folder, {"chat_template": several})[0] == "x"
     assert find_template(folder, {"chat_template": {"rag": "y", "default": "x"}})[0] == "x"
+    named = [{"name": "rag", "template": "y"}, {"name": "chat", "template": "x"}]
+    assert find_template(folder, {"chat_template": named})[0] == "y", "without a default the first"
+    assert find_template(folder, {"chat_template": {}})[0] == TEMPLATES["vicuna"]
     (folder / "chat_template.jinja").write_text("from the file")
     assert find_template(folder, own)[0] == "from the file"
     assert find_template(folder, own, "zephyr") == (TEMPLATES["zephyr"], "zephyr (given)")

@@ -150,12 +150,12 @@ SPOILED = {
        for name, value in (("truncate", False), ("mscale_all_dim", 1.0), ("partial_rotary_factor", 0.5))},
     **{f"longrope with {name}": (spoil_config(rope_parameters=LONGROPE | {name: value}), "rope_type is 'longrope'")
        for name, value in (("long_factor", [2.0] * 8), ("attention_factor", 1.5))},
-    "eos beyond the vocabulary": (
-        both(remove("generation_config.json"), spoil_config(eos_token_id=[2, 9999])),
-        "config.json: eos_token_id is [2, 9999]",
+    "an eos that is no id": (
+        both(remove("generation_config.json"), spoil_config(eos_token_id=[2, "x"])),
+        "config.json: eos_token_id is [2, 'x']; it must hold ids",
     ),
-    "eos beyond it in generation_config.json": (
-        lambda f: edit(f / "generation_config.json", eos_token_id=[2, 9999]), "config.json: eos_token_id is [2, 9999]",
+    "eos that is none in generation_config.json": (
+        lambda f: edit(f / "generation_config.json", eos_token_id=[2, 1.5]), "config.json: eos_token_id is [2, 1.5]",
     ),
     "mlx": (spoil_config(quantization={"bits": 4}), "quantised for mlx: take the original"),
     "gguf beside a config": (lambda f: (f / "model.safetensors").rename(f / "x.gguf"), "x.gguf is not a GGUF file"),

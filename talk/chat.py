@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import sys
 import unicodedata
 from collections.abc import Callable
@@ -16,7 +17,16 @@ from tqdm import tqdm
 
 from session import Conversation, Generation, Session, replace_settings
 from settings import SETTINGS
-from talk.cli import HARMLESS, ending_cleanly, error_line, note, read_input, screen_width, show
+from talk.cli import (
+    HARMLESS,
+    ending_cleanly,
+    error_line,
+    note,
+    read_input,
+    screen_width,
+    show,
+    speed,
+)
 from talk.tools import Part, Router
 
 try:
@@ -188,18 +198,6 @@ def record(generation: Generation) -> dict:
     }
 
 
-def speed(generation: Generation) -> str:
-    """How fast a text was, in a line."""
-    timings = generation.timings
-    text = f"{timings.new_tokens} tokens"
-    if timings.steps:
-        text += f", {timings.steps / timings.step_seconds:.1f} tokens/s"
-    if timings.new_tokens:
-        prompt = f"{timings.prompt_tokens} of {generation.prompt_tokens} tokens evaluated"
-        text += f"; prompt: {prompt} in {timings.prompt_seconds:.2f} s"
-    return text
-
-
 # ---- what a user types
 
 
@@ -261,7 +259,8 @@ class Reader:
         with suppress(OSError, ValueError):
             self.history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             for line in self.history.read_text().splitlines()[-HISTORY:]:
-                with suppress(ValueError):  # half a line, where the disk was full
+                # what is not a string of JSON, such as half a line, where the disk was full
+                with suppress(ValueError, TypeError, RecursionError):
                     readline.add_history(json.loads(line))
 
     def _remember(self, message: str) -> None:
@@ -328,16 +327,15 @@ class Chat:
         argument = message[len(name) :].strip()
         name = name.lower()
         name = ALIASES.get(name, name)
-        similar = []
-        if name.startswith("/"):  # what is far from all commands, such as a path, is a message
-            similar = difflib.get_close_matches(name, COMMANDS, 1, 0.8)
         try:
             if command := COMMANDS.get(name):
                 if command.argument == "FILE" and not argument:
                     raise ValueError(f"{name} needs the name of a file")
                 command.run(self, argument)
-            elif similar:
-                raise ValueError(f"no command {name}: did you mean {similar[0]}? /help lists them")
+            elif self.looks_like_a_command(name):
+                similar = difflib.get_close_matches(name, COMMANDS, 1)
+                meant = f"did you mean {similar[0]}? " if similar else ""
+                raise ValueError(f"no command {name}: {meant}/help lists them")
             elif self.answer(self.to_read + message):
                 self.to_read = ""
         except BrokenPipeError:
@@ -347,6 +345,11 @@ class Chat:
             note(f"error: {error_line(error)}")
             if self.output.jsonl:
                 show(json.dumps({"prompt": message, "error": error_line(error)}) + "\n")
+
+    def looks_like_a_command(self, name: str) -> bool:
+        """Whether a message's first word is no path and no comment."""
+        is_path = lambda: os.path.exists(name)
+        return bool(re.fullmatch("/[a-z]+", name)) and not self.ranks.broadcast(is_path)
 
     def answer(self, message: str) -> bool:
         """Show the answer to a message. Returns whether there is one."""
@@ -398,6 +401,7 @@ class Chat:
         words = argument.split()
         if words:
             name = words[0].replace("-", "_")
+            name = SETTING_NAMES.get(name, name)
             if name not in SETTINGS or len(words) != 2:
                 raise ValueError(f"/set needs one of {', '.join(SETTINGS)}, and a number")
             try:
@@ -461,6 +465,12 @@ class Command(NamedTuple):
     run: Callable[[Chat, str], None]
 
 
+# other names of settings, such as temperature for temp
+SETTING_NAMES = {
+    other: name
+    for name, setting in SETTINGS.items()
+    for other in (setting.full, setting.checkpoint)
+}
 COMMANDS = {
     "/clear": Command("", "forget the conversation and any file read", Chat.clear),
     "/system": Command("TEXT", "set the system prompt, and forget the conversation", Chat.begin),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
+import json
 import os
 import re
 import shutil
@@ -16,8 +17,10 @@ import sys
 import textwrap
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loading.files import one_line, text_of
@@ -27,7 +30,7 @@ from settings import FILTERS, SETTINGS, Sampling
 
 if TYPE_CHECKING:  # they import torch
     from ranks.processes import Ranks
-    from session import Session
+    from session import Generation, Session
 
 
 # ---- standard streams
@@ -75,7 +78,8 @@ def note(text: str) -> None:
     if sys.stderr.isatty():
         text = "\n".join(_wrapped(line) for line in text.split("\n"))
     try:
-        print(text, file=sys.stderr, flush=True)
+        sys.stderr.write(text + "\n")  # at once, where processes share it
+        sys.stderr.flush()
     except OSError:  # a full disk or a closed pipe behind it does not end a good run
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
@@ -108,6 +112,18 @@ def read_input(file: str | None) -> str:
     with source as f:
         text = text_of(f, name)
     return text.removesuffix("\n").removesuffix("\r")
+
+
+def speed(generation: Generation) -> str:
+    """How fast a text was, in a line."""
+    timings = generation.timings
+    text = f"{timings.new_tokens} tokens"
+    if timings.steps:
+        text += f", {timings.steps / timings.step_seconds:.1f} tokens/s"
+    if timings.new_tokens:
+        prompt = f"{timings.prompt_tokens} of {generation.prompt_tokens} tokens evaluated"
+        text += f"; prompt: {prompt} in {timings.prompt_seconds:.2f} s"
+    return text
 
 
 # ---- how a program ends
@@ -285,8 +301,8 @@ class Parser(argparse.ArgumentParser):
         """What is wrong with a word that argparse does not know."""
         flags = self._option_string_actions.keys() - {*IGNORED}
         if not word.startswith("-"):
-            message = f"unexpected argument {word!r}"
-            return f"{message}: write -p {word!r}" if "--prompt" in flags else message
+            flag = "-p" if "--prompt" in flags and not os.path.exists(word) else "-m"
+            return f"unexpected argument {word!r}: write {flag} {word!r}"
         message = f"unknown flag {word}"
         if re.match("-ct[kv]|--cache-type-[kv]", word):
             return f"{message}: --kv-fp8 keeps keys and values in 8 bits"
@@ -300,7 +316,7 @@ class Parser(argparse.ArgumentParser):
             return
         try:
             for model in filter(None, models):
-                local_checkpoint(model)
+                find_model(model)
             for file in filter(None, files):
                 os.stat(file)
         except (OSError, ValueError) as error:
@@ -313,6 +329,34 @@ class Parser(argparse.ArgumentParser):
 
     def _get_option_tuples(self, option_string: str) -> list:
         return []  # argparse would take -ngl for -n with the value gl
+
+
+def find_model(name: str) -> None:
+    """Raise OSError or ValueError if there is no such model here, and it cannot be on the hub."""
+    try:
+        local_checkpoint(name)
+    except FileNotFoundError as error:
+        blob = ollama_blob(name)
+        if not blob:
+            raise
+        raise FileNotFoundError(f"{error}. Ollama has {name}: write -m {blob}") from None
+
+
+def ollama_blob(name: str) -> Path | None:
+    """The GGUF file of a model that ollama has under this name, if it has one."""
+    folder = Path(os.environ.get("OLLAMA_MODELS") or "~/.ollama/models").expanduser()
+    if not re.fullmatch(r"([\w.-]+/)?[\w.-]+(:[\w.-]+)?", name):
+        return None
+    model, _, tag = name.partition(":")
+    owner, _, model = model.rpartition("/")
+    file = folder.joinpath(
+        "manifests/registry.ollama.ai", owner or "library", model, tag or "latest"
+    )
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        for layer in json.loads(file.read_text())["layers"]:
+            if layer["mediaType"] == "application/vnd.ollama.image.model":
+                return folder / "blobs" / layer["digest"].replace(":", "-")
+    return None
 
 
 def within(kind: type, low: float, high: float = float("inf")) -> Callable[[str], float]:
@@ -332,6 +376,15 @@ def within(kind: type, low: float, high: float = float("inf")) -> Callable[[str]
         return value
 
     return number
+
+
+def in_utf8(text: str) -> str:
+    """An argparse type: what can be sent to other programs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be UTF-8") from None
+    return text
 
 
 def device_name_of(text: str) -> str:
@@ -423,9 +476,14 @@ def settle_model(args: argparse.Namespace) -> None:
 
 def set_environment(args: argparse.Namespace) -> None:
     """Set what libraries read from the environment when they are imported: whether Triton
-    interprets kernels, which it does on a CPU, and whether huggingface_hub shows its progress."""
+    interprets kernels, which it does on a CPU, and whether huggingface_hub shows its progress; and
+    how warnings are shown."""
     import torch
 
+    # of whatever library, in one line like ours
+    warnings.showwarning = lambda message, *_: note(f"note: {one_line(str(message))}")
+    if args.quiet:
+        warnings.simplefilter("ignore")
     on_cpu = args.device == "cpu" or args.device == "auto" and not torch.cuda.is_available()
     if args.backend == "triton" and on_cpu:
         os.environ["TRITON_INTERPRET"] = "1"

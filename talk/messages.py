@@ -156,7 +156,11 @@ class MessagesRequest(CountRequest):
         self, session: Session, model: str, progress: Callable[[int, int], None]
     ) -> Iterator[bytes]:
         answer = self._chat.choice(session, 0, progress=progress)
+        self._chat._text = answer.text
         return self._parts(answer, Reply(model))
+
+    def summary(self) -> str:
+        return self._chat.summary()
 
     def _parts(self, answer: Answer, reply: Reply) -> Iterator[bytes]:
         begun = False

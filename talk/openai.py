@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from http import HTTPStatus
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -19,6 +19,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     ValidationError,
     WrapValidator,
     create_model,
@@ -30,7 +31,7 @@ from starlette.exceptions import HTTPException
 from grammars import choice_grammar, is_one_rule, json_grammar, lark_grammar, regex_grammar
 from loading.files import one_line
 from settings import FILTERS, RANDOM, SETTINGS, Setting
-from talk.cli import note_once
+from talk.cli import note_once, speed
 from talk.tools import (
     HERMES,
     Answer,
@@ -119,6 +120,7 @@ def event(value: dict) -> bytes:
 # Fields of OpenAI, llama.cpp and vLLM that change the text and are not supported, with their values
 # that change nothing: only these are accepted. All other unknown fields are ignored, such as user
 # and store, or dry_base, which has no effect without a dry_multiplier
+SAMPLERS = ["penalties", "top_k", "top_p", "min_p", "temperature"]
 UNSUPPORTED = dict(
     # several texts, tools, another prompt
     best_of=[1], use_beam_search=[False], functions=[[]],
@@ -127,14 +129,31 @@ UNSUPPORTED = dict(
     # samplers
     bad_words=[[]], allowed_token_ids=[[]], typical_p=[1], top_n_sigma=[-1, 0], top_a=[0], tfs_z=[1], mirostat=[0],
     dynatemp_range=[0], smoothing_factor=[0], dry_multiplier=[0], xtc_probability=[0],
-    adaptive_target=[-1], no_repeat_ngram_size=[0], min_keep=[0],
-    samplers=[["penalties", "top_k", "top_p", "min_p", "temperature"]],
+    adaptive_target=[-1], no_repeat_ngram_size=[0], min_keep=[0], samplers=[SAMPLERS],
     # the end of the text
     include_stop_str_in_output=[False], n_indent=[0],
-    t_max_predict_ms=[0],
+    t_max_predict_ms=[0, -1],
 )  # fmt: skip
 # of Session.generate, under the same names
 OPTIONS = {"stop", "ignore_eos", "min_tokens", "stop_token_ids", "logit_bias", *SETTINGS}
+
+
+def sampler_order(value: object) -> object:
+    """An order of samplers in llama.cpp's names or letters, as those among them that this program
+    has: the others are off, as their settings have to be."""
+    if isinstance(value, str):
+        letters = dict(zip("ekpmt", SAMPLERS))
+        value = [letters.get(letter) for letter in value]
+    if not isinstance(value, list):
+        return value
+    other_names = {"temp": "temperature", "nucleus": "top_p"}
+    names = [name.replace("-", "_") for name in value if isinstance(name, str)]
+    names = [other_names.get(name, name) for name in names]
+    return [name for name in names if name in SAMPLERS]
+
+
+# Fields whose values are compared in another form
+SPELLINGS = {"samplers": sampler_order}
 
 LIMITS = "max_completion_tokens", "max_tokens", "n_predict"  # the last one is llama.cpp's
 INT_END = 1 << 31
@@ -196,10 +215,27 @@ Biases = Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], WrapVali
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=INT_END)]], Field(max_length=1024)]
 
 
+def up_to_an_error(schema: object) -> object:
+    """A schema of pydantic whose lists are read up to the first element that is wrong."""
+    match schema:
+        case {"type": "list", **rest}:
+            return {"type": "list", "fail_fast": True} | up_to_an_error(rest)
+        case dict():
+            return {name: up_to_an_error(value) for name, value in schema.items()}
+        case list():
+            return [*map(up_to_an_error, schema)]
+    return schema
+
+
 class Strict(BaseModel):
-    """Takes no value of another type, such as "1" or true for 1. Unknown fields are ignored."""
+    """Takes no value of another type, such as "1" or true for 1. Unknown fields are ignored. The
+    first error ends the reading: only one is told, and a list may have millions."""
 
     model_config = ConfigDict(strict=True)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type, handler: GetCoreSchemaHandler):
+        return up_to_an_error(handler(source))
 
 
 class TextPart(Strict):
@@ -384,6 +420,10 @@ class ModelRequest(Strict):
         """An error, in a stream that has begun."""
         return event(body)
 
+    def summary(self) -> str:
+        """What the server's log says of the answer, once that is written; may be empty."""
+        return ""
+
 
 Filters = create_model(
     "Filters", __base__=ModelRequest, **{name: _field(name, row) for name, row in FILTERS.items()}
@@ -404,6 +444,7 @@ class GenerationRequest(Filters):
     seed: Annotated[int, AfterValidator(own_seed)] = Field(RANDOM, validate_default=True)
     stop: StopStrings = []
     ignore_eos: bool = False
+    _text: Any = None  # the Generation that answers it, or its first choice
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     n: int = Field(1, ge=1, le=MOST_CHOICES, validation_alias=AliasChoices("n", "n_cmpl"))
@@ -428,7 +469,10 @@ class GenerationRequest(Filters):
             if name not in fields or name in cls.names():
                 continue
             accepted = [to_json(value) for value in values]  # as JSON, where true is not 1
-            if to_json(fields[name]) not in accepted:
+            value = fields[name]
+            if name in SPELLINGS:
+                value = SPELLINGS[name](value)
+            if to_json(value) not in accepted:
                 only = f"{name} must be absent or {accepted[0].decode()}"
                 raise APIError(f"{only}: nothing else is supported", param=name)
         return fields
@@ -500,6 +544,7 @@ class GenerationRequest(Filters):
         self, session: Session, model: str, progress: Callable[[int, int], None]
     ) -> Iterator[bytes]:
         first = self.choice(session, 0, progress=progress)  # raises ValueError now
+        self._text = first.text
         others = (self.choice(session, index) for index in range(1, self.n))
         head = {
             "id": self.id_begins + uuid.uuid4().hex,
@@ -511,6 +556,12 @@ class GenerationRequest(Filters):
         if self.stream:
             return self._events(answers, head, session)
         return self._object(answers, head, session)
+
+    def summary(self) -> str:
+        text = speed(self._text)
+        if self._text.doubles_bos:
+            text += "; the prompt begins with a bos of its own, after the tokenizer's"
+        return text
 
     def _object(self, answers: Iterable[Answer], head: dict, session: Session) -> Iterator[bytes]:
         choices = []
@@ -723,23 +774,38 @@ class CompletionRequest(GenerationRequest):
 
 
 class TokenizeRequest(ModelRequest):
-    """llama.cpp's request for the ids of a text. What looks like a control token is text."""
+    """llama.cpp's request for the ids of a text, with_pieces: each with its own text."""
 
     content: str
     add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
 
     def answer(self, session: Session, *_) -> Iterator[bytes]:
-        ids = session.tokenizer.encode(self.content, bos=self.add_special)
-        return iter([to_json({"tokens": ids})])
+        tokens = session.tokenizer.encode(self.content, self.add_special, self.parse_special)
+        if self.with_pieces:
+            tokens = [{"id": id, "piece": piece_of(id, session)} for id in tokens]
+        return iter([to_json({"tokens": tokens})])
+
+
+def piece_of(id: int, session: Session) -> str | list[int]:
+    """A token's text or, if it is not whole characters, its bytes."""
+    if name := session.tokenizer.control_names.get(id):
+        return name
+    raw = session.tokenizer.bytes_of(id)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return [*raw]
 
 
 class DetokenizeRequest(ModelRequest):
-    """llama.cpp's request for the text of ids."""
+    """llama.cpp's request for the text of ids, with the names of control tokens."""
 
     tokens: list[int]
 
     def answer(self, session: Session, *_) -> Iterator[bytes]:
-        return iter([to_json({"content": session.tokenizer.decode(self.tokens)})])
+        return iter([to_json({"content": session.tokenizer.decode(self.tokens, marks=True)})])
 
 
 def parse_request(body: bytes, kind: type[ModelRequest]) -> ModelRequest:
@@ -792,7 +858,7 @@ def check_chat(fields: dict) -> ChatCompletionRequest:
 
 def first_error(error: ValidationError) -> APIError:
     """What is wrong with the first field that is."""
-    first, *_ = error.errors()
+    first, *_ = error.errors(include_url=False, include_input=False)
     name, *place = first["loc"]
     if name == "messages" and place:
         name = f"messages[{place[0]}]"

@@ -129,7 +129,11 @@ class ResponsesRequest(ModelRequest):
         self, session: Session, model: str, progress: Callable[[int, int], None]
     ) -> Iterator[bytes]:
         answer = self._chat.choice(session, 0, progress=progress)
+        self._chat._text = answer.text
         return self._parts(answer, Response(self, model))
+
+    def summary(self) -> str:
+        return self._chat.summary()
 
     def _parts(self, answer: Answer, response: Response) -> Iterator[bytes]:
         events = response.begin()

@@ -723,10 +723,10 @@ CHATS, TEXTS_AT = "/v1/chat/completions", "/v1/completions"
 class Server:
     """A server in a process of its own, which has no client but the tests."""
 
-    def __init__(self, *flags, launcher=(sys.executable,)):
+    def __init__(self, *flags, launcher=(sys.executable,), **options):
         command = [*launcher, HERE / "serve.py", *flags, "--port", 0, "--device", "cpu"]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
-        options = dict(stderr=subprocess.PIPE, text=True, env=environment)
+        options |= dict(stderr=subprocess.PIPE, text=True, env=environment)
         self.process = subprocess.Popen([*map(str, command)], **options)
         self.lines = []
         while not self.lines or not self.lines[-1].startswith("serving"):
@@ -783,10 +783,11 @@ class Server:
 def server():
     with Server("-m", TALES, "--queue", 1, "--cors", "https://example.org") as served:
         yield served
-        accessed = re.compile(r'127\.0\.0\.1:\d+ - "[A-Z]+ \S+ HTTP/1\.1" \d{3}\n')
+        accessed = r'127\.0\.0\.1:\d+ - "[A-Z]+ \S+ HTTP/1\.1" \d{3}\n'
+        speeds = r"\d+ tokens(, [\d.]+ tokens/s)?(; prompt: .* s)?\n"
         no_tools = "note: the chat template knows no tools: it is not told of those of requests\n"
-        lines = [line for line in served.lines[3:] if line != no_tools]
-        strange = [line for line in lines if not accessed.fullmatch(line)]
+        known = re.compile(f"{accessed}|{speeds}|{no_tools}")
+        strange = [line for line in served.lines[3:] if not known.fullmatch(line)]
         assert not strange, "the server's log has lines that are no request: mend what wrote them"
 
 

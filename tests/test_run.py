@@ -18,6 +18,7 @@ from tqdm import tqdm
 import bench
 import kernels
 import run
+import serve
 from loading import config as config_module
 from loading.checkpoint import load
 from loading.place import DTYPES
@@ -193,6 +194,17 @@ def test_size_of_the_context(cli, copy, fields, size, context):
     flags = [] if size is None else ["-c", size]
     code, _, err = cli("-m", copy, "-p", "Once", "-n", 1, *flags)
     assert code == 0 and f", context {context}" in err
+
+
+def test_a_prompt_with_a_bos_of_its_own(cli, tiny):
+    """It stays, as in other programs."""
+    run_with = lambda prompt: cli("-m", tiny, "-p", prompt, "-n", 1, "-o", "jsonl")
+    (_, once, said), (_, twice, noted) = run_with("a"), run_with("<s>a")
+    counts = [objects(out)[0]["prompt_tokens"] for out in (once, twice)]
+    assert counts[1] == counts[0] + 1
+    assert "the prompt begins with a bos of its own" in noted and "of its own" not in said
+    chat = cli("-m", tiny, "--chat", "-p", "<s>a", "-n", 1, "-o", "jsonl")[1]
+    assert objects(chat)[0]["prompt_tokens"] > counts[1] + 2, "in a chat it is text"
 
 
 def test_jsonl_says_why_a_text_ended(cli, tiny):
@@ -380,9 +392,11 @@ def test_flags_that_are_not_given():
     (run.main, "--fp8 --save=", "-m or --save is empty"),
     (run.main, "-m=", "-m or --save is empty"),
     (run.main, "-n5", "unknown flag -n5: did you mean -n? "),  # to argparse, -n with the value 5
-    (bench.main, "text", "unexpected argument 'text' "),
+    (bench.main, "text", "unexpected argument 'text': write -m 'text'"),
     (run.main, "--mod x", "unknown flag --mod"),  # an abbreviation of --model
     (run.main, "text", "unexpected argument 'text': write -p 'text'"),
+    (run.main, "models/tales", "unexpected argument 'models/tales': write -m 'models/tales'"),
+    (serve.main, "models/tales", "unexpected argument 'models/tales': write -m 'models/tales'"),
     (run.main, "-\x1b", "unknown flag -?"),
 ])  # fmt: skip
 def test_wrong_usage_exits_2_in_one_line(monkeypatch, capfd, main, flags, said):
@@ -408,6 +422,37 @@ def test_wrong_usage_exits_2_in_one_line(monkeypatch, capfd, main, flags, said):
 def test_bad_input_is_one_line_of_error(cli, tiny, arguments, stdin, expected):
     alone = [] if "--chat" in arguments else ["--no-display-prompt"]
     assert_refused(cli("-m", tiny, "--quiet", *alone, *arguments, stdin=stdin), expected)
+
+
+def test_ids_beyond_the_vocabulary(cli, copy):
+    """They are ignored with a note of one line, as in other programs."""
+    edit(copy / "generation_config.json", bos_token_id=-7, eos_token_id=[2, 9999])
+    code, _, said = cli("-m", copy, "-p", "a", "-n", 1)
+    assert code == 0
+    for name in "config.json: bos_token_id is -7;", "config.json: eos_token_id is [2, 9999];":
+        [line] = [line for line in said.splitlines() if name in line]
+        assert line.startswith("note: ") and line.endswith("does not have are ignored")
+    assert cli("-m", copy, "-p", "a", "-n", 1, "--quiet")[2] == ""
+
+
+def test_names_of_ollama(cli, tmp_path, monkeypatch):
+    """Where its file lies is said."""
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
+    media = "application/vnd.ollama.image."
+    layers = [
+        dict(mediaType=media + "license", digest="sha256:1"),
+        dict(mediaType=media + "model", digest="sha256:2"),
+    ]
+    library = tmp_path / "manifests/registry.ollama.ai/library/llama3.2"
+    library.mkdir(parents=True)
+    (library / "latest").write_text(json.dumps({"layers": layers}))
+    (library / "odd").write_text('{"layers": 5}')
+    for name in "llama3.2", "llama3.2:latest":
+        assert_refused(
+            cli("-m", name, "-p", "a"), f"Ollama has {name}: write -m {tmp_path}/blobs/sha256-2\n"
+        )
+    for name in "llama3.2:1b", "llama3.2:odd", "gemma":
+        assert "Ollama" not in cli("-m", name, "-p", "a")[2]
 
 
 def test_errors_with_and_without_their_traceback(cli, tiny, tmp_path, monkeypatch):

@@ -3,24 +3,37 @@
 import asyncio
 import http.client
 import json
+import mmap
 import os
 import random
 import re
+import resource
 import select
+import shutil
 import signal
 import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import gguf
 import pytest
 
 import serve
 from session import Session
 from talk import cli as cli_module
-from talk.openai import UNSUPPORTED, APIError, CompletionRequest, parse_request
+from talk.endpoints import ENDPOINTS
+from talk.openai import (
+    UNSUPPORTED,
+    APIError,
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    parse_request,
+)
 from tests.helpers import (
     CHATS,
     FOX,
@@ -126,6 +139,10 @@ def test_serve_logprobs(server):
     for token, offset in list(zip(scores["tokens"], scores["text_offset"]))[2:]:
         assert echoed["text"][offset:].startswith(token)
     assert echoed["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    marked = server.complete("</s>Once", logprobs=0, echo=True, max_tokens=1)
+    assert marked["logprobs"]["tokens"][:2] == ["<s>", "</s>"], "a control token, as written"
+    for token, offset in list(zip(*map(marked["logprobs"].get, ("tokens", "text_offset"))))[1:]:
+        assert marked["text"][offset:].lstrip().startswith(token.strip())
     ids = [1, 300, 400, 500]
     scored = server.complete(ids, logprobs=0, echo=True, max_tokens=0)["logprobs"]
     assert len(scored["tokens"]) == len(ids) and scored["top_logprobs"] is None
@@ -287,7 +304,7 @@ def test_serve_comments_in_a_silent_stream(server, monkeypatch):
     monkeypatch.setattr(serve, "SILENCE", 0.01)
 
     async def bodies(kind, *parts: serve.Part) -> bytes:
-        client = serve.Client(parse_request(b'{"prompt": "a", "stream": true}', kind))
+        client = serve.Client(kind, b'{"prompt": "a", "stream": true}')
 
         async def answer() -> None:
             for part in parts:
@@ -350,6 +367,14 @@ def test_serve_accepts_what_says_nothing_and_the_ends_of_ranges(server):
         fields = dict(max_tokens=2) if name != "max_tokens" else dict(stop=[" "])
         assert server.complete(**fields | {name: value})["usage"]["completion_tokens"] < 9, name
     assert server.ask(TEXTS_AT, dict(prompt="a", n_predict=3))[2]["usage"]["completion_tokens"] == 3
+    for order in (
+        ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
+        ["penalties", "tfs_z", "top-k", "typical_p", "nucleus", "min-p", "temp"], "edskypmxt",
+    ):  # fmt: skip
+        assert server.complete(samplers=order)["usage"]["completion_tokens"] == 12, order
+    for order in ["top_k", "temperature"], ["temperature", "penalties", "top_k", "top_p", "min_p"]:
+        status, _, answer = server.ask(TEXTS_AT, dict(prompt="a", samplers=order))
+        assert status == 400 and answer["error"]["param"] == "samplers"
     told = [server.complete(logprobs=k)["logprobs"] for k in (False, True)]
     assert told[0] is None and len(told[1]["top_logprobs"]) == 12
     sampled = [server.complete(temperature=1.5, seed=seed)["text"] for seed in (-2, -2, -3)]
@@ -404,6 +429,22 @@ def test_serve_refuses_wrong_fields(server):
         assert said in message and "Input should be" not in message
 
 
+def test_serve_reads_up_to_the_first_error():
+    """Of lists with many wrong elements, and of each kind of list in a request."""
+    user = {"role": "user"}
+    for kind, fields in (
+        (ChatCompletionRequest, dict(messages=[1] * 1000)),
+        (ChatCompletionRequest, dict(messages=[FOX[0], *[user | {"content": 5}] * 1000])),
+        (DetokenizeRequest, dict(tokens=["x"] * 1000)),
+    ):
+        with pytest.raises(APIError) as raised:
+            parse_request(json.dumps(fields).encode(), kind)
+        assert raised.value.__context__.error_count() == 1
+    for kind in ENDPOINTS.values():
+        schema = json.dumps(kind.__pydantic_core_schema__, default=str)
+        assert schema.count('"type": "list"') == schema.count('"fail_fast": true')
+
+
 def test_serve_refuses_wrong_bodies(server):
     """A body may have 8 MiB, and not a byte more."""
     surrogate = b'{"prompt": "a\\ud800"}'
@@ -443,6 +484,8 @@ def test_serve_paths(server):
         ("DELETE", "/v1/models", 405, {}), ("HEAD", "/v1/models", 200, None),
         ("HEAD", "/v1/completions", 405, None), ("GET", "/v1/models/tales", 200, model),
         ("GET", "/v1/models/other", 404, {}), ("GET", "/models/a/b%7B", 404, {}),
+        ("GET", "/v1/models/", 200, {"data": [model]}), ("GET", "//v1//models/tales/", 200, model),
+        ("GET", "/v1", 404, {}), ("GET", "/v1/chat/completions/", 405, {}),
     ):  # fmt: skip
         got, headers, answer = server.ask(path, method=method, Origin=origin)
         assert (got, headers["access-control-allow-origin"]) == (status, origin), path
@@ -451,7 +494,7 @@ def test_serve_paths(server):
         elif expected:
             assert expected.items() <= answer.items()
     fields = dict(messages=FOX, prompt="a", max_tokens=2)
-    for path in "/chat/completions", "/completions":
+    for path in "/chat/completions", "/completions", "/v1/completions/", "//v1/completions":
         assert server.ask(path, fields)[0] == 200, "as with /v1"
     connection = server.connect()
     connection.connect()
@@ -470,9 +513,20 @@ def test_serve_tokens_of_a_text(server):
         told = server.ask("/tokenize", fields)[2]["tokens"]
         assert told == (ids if add_special else ids[1:])
         for path in "/detokenize", "/v1/detokenize":
-            assert server.ask(path, {"tokens": told})[2] == {"content": "Once upon a time"}
+            content = "<s> Once upon a time" if add_special else "Once upon a time"
+            assert server.ask(path, {"tokens": told})[2] == {"content": content}
     cached = server.complete(max_tokens=0)["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached == used["prompt_tokens"]
+    text, tokenizer = "</s>[é🐢", Tokenizer(TALES)
+    told = lambda **more: server.ask("/tokenize", dict(content=text) | more)[2]["tokens"]
+    assert told(parse_special=False) == tokenizer.encode(text, bos=False)
+    ids = tokenizer.encode(text, bos=False, parse_special=True)
+    assert told() == ids and ids[0] == tokenizer.eos
+    assert server.ask("/detokenize", {"tokens": ids})[2] == {"content": "</s> [é🐢"}
+    pieces = told(with_pieces=True)
+    assert [piece["id"] for piece in pieces] == ids and pieces[0]["piece"] == "</s>"
+    raw = [p.encode() if isinstance(p, str) else bytes(p) for p in (p["piece"] for p in pieces)]
+    assert b"".join(raw).decode() == "</s> [é🐢" and bytes([0xF0]) in raw
     for path, wrong, name in (
         ("/tokenize", {}, "content"), ("/tokenize", {"content": 5}, "content"),
         ("/detokenize", {"tokens": "a"}, "tokens"), ("/detokenize", {"tokens": [1.5]}, "tokens"),
@@ -507,8 +561,9 @@ def test_serve_origins_and_keys(server, tiny):
                 assert status == 401 and answer["error"]["code"] == "invalid_api_key"
                 assert headers["access-control-allow-origin"] == local["Origin"]
                 assert headers["www-authenticate"] == "Bearer"
-        key = dict(Authorization="Bearer żaba".encode())
-        assert keyed.ask("/v1/models", method="GET", **key)[0] == 200
+        for scheme in "bearer ", "BEARER  ", "Bearer ":
+            key = dict(Authorization=f"{scheme}żaba".encode())
+            assert keyed.ask("/v1/models/", method="GET", **key)[0] == 200
         assert keyed.ask("/v1/models", method="GET", x_api_key="żaba".encode())[0] == 200
         assert keyed.ask("/v1/models", method="GET", x_api_key="zaba")[0] == 401
         assert keyed.ask("/health", method="GET")[0] == 200
@@ -623,9 +678,9 @@ def test_serve_goes_on_after_an_error(tiny, monkeypatch, capfd):
 
     def answer(debug=False, **more) -> list[serve.Part]:
         body = json.dumps(fields | more).encode()
-        request = parse_request(body, CompletionRequest)
         sent = []
-        link.pipe = SimpleNamespace(recv=lambda: request, send=sent.append)
+        asks = CompletionRequest, body
+        link.pipe = SimpleNamespace(recv=lambda: asks, send=sent.append)
         serve.write_next(session, "tiny", link, debug)
         assert [part.last for part in sent] == [False] * (len(sent) - 1) + [True]
         return sent
@@ -659,9 +714,10 @@ def test_serve_refuses_to_start(monkeypatch, capfd, tmp_path):
         call = caller(serve.main, monkeypatch, capfd, "--device", "cpu")
         result = call("--port", port)
         assert_refused(result, f"cannot listen on 127.0.0.1, port {port}: Address already in use\n")
-    empty = "-m, --host or --api-key is empty"
+    empty = "-m, --host, --api-key or --alias is empty"
     for flags, said in (
-        (["--api-key="], empty), (["--host="], empty), (["-m", ""], empty),
+        (["--api-key="], empty), (["--host="], empty), (["-m", ""], empty), (["--alias="], empty),
+        (["--api-key", "\udcff"], "--api-key: '\\udcff': must be UTF-8"),
         (["--port", 65536], "65536: must be from 0 to 65,535"), (["--port", -1], "--port"),
         (["--queue", -1], "--queue"), (["--queue", 10_001], "must be from 0 to 10,000"),
         (["--fp8", "--int4"], "both say how"), (["--temp", -1], "--temp"), (["-n", 5], "unknown flag -n (see --help)"),
@@ -669,6 +725,76 @@ def test_serve_refuses_to_start(monkeypatch, capfd, tmp_path):
         assert_refused(call(*flags), said, code=2)
     args = serve.parse_args("--queue 10000 --port 65535 --temp 0.5".split())
     assert args.queue == 10_000 and cli_module.sampling_flags(args) == {"temp": 0.5}
+
+
+def test_serve_on_all_addresses():
+    """:: is IPv6's name for all of them, and IPv4's are among them; ::1 is one alone."""
+    for host, reached in ("::", {"::1", "127.0.0.1"}), ("::1", {"::1"}), ("0.0.0.0", {"127.0.0.1"}):
+        with serve.listen(host, 0) as listener:
+            port = listener.getsockname()[1]
+            for address in "::1", "127.0.0.1":
+                with suppress(ConnectionRefusedError), socket.create_connection((address, port)):
+                    assert address in reached
+                    reached.remove(address)
+            assert not reached, host
+
+
+def test_serve_names_of_models(tmp_path, monkeypatch):
+    """A file that is named by its content goes by the name inside it."""
+    assert serve.model_name("models/tales", None) == "tales"
+    assert serve.model_name("owner/name:Q8_0", None) == "owner/name:Q8_0"
+    assert serve.model_name("models/tales", "mine") == "mine"
+    monkeypatch.chdir(tmp_path)
+    writer = gguf.GGUFWriter("blob", "llama")
+    writer.add_name("Llama 3.2 1B")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    hashed = "sha256-" + "0123456789abcdef" * 4
+    for name, known in ("x.gguf", "x.gguf"), (hashed, "Llama 3.2 1B"):
+        shutil.copy("blob", name)
+        (tmp_path / "model.gguf").unlink(missing_ok=True)
+        (tmp_path / "model.gguf").symlink_to(name)
+        assert serve.model_name(name, None) == known
+        assert serve.model_name("model.gguf", None) == "model.gguf"
+
+
+def test_serve_bounds_its_queue():
+    """In bytes, too."""
+    args = serve.parse_args(["-m", str(TALES), "--quiet"])
+    front = serve.Frontend(args, None, mmap.mmap(-1, 1), "x", 9)
+    of_size = lambda size: serve.Client(CompletionRequest, b'{"prompt": "a"}'.ljust(size))
+    half = serve.QUEUE_BYTES // 2
+    front.waiting += [of_size(serve.QUEUE_BYTES), of_size(half)]
+
+    def refuses(size: int) -> bool:
+        try:
+            front.check_room(of_size(size))
+        except APIError as error:
+            assert (error.status_code, error.code) == (503, "queue_full")
+            return True
+        return False
+
+    assert not refuses(half) and refuses(half + 1)
+    del front.waiting[0]  # its answer is written, and the second one is no longer counted
+    assert not refuses(serve.QUEUE_BYTES)
+
+
+def test_serve_without_descriptors():
+    """One line says so, once; those who leave make room."""
+
+    def few() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+
+    with Server("-m", TALES, preexec_fn=few) as served:
+        idle = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(150)]
+        time.sleep(2.5)
+        for connection in idle:
+            connection.close()
+        assert eventually(lambda: served.ask("/health", method="GET")[0] == 200)
+    [said] = [line for line in served.lines[3:] if "/health" not in line]
+    assert said == "note: socket.accept() out of system resource: Too many open files\n"
 
 
 def test_serve_on_several_ranks(server):

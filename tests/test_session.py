@@ -150,9 +150,25 @@ def test_a_stopped_answer_goes_on_as_it_was_shown(tiny):
     assert text(session.render(turns).ids) == text(session.tokenizer.apply_chat_template(turns))
 
 
+def test_a_closed_answer_goes_on_as_it_was_shown(tiny):
+    """Without the tokens of what was held back when it was closed."""
+    session = Session(tiny, dtype="fp32", device="cpu", chat_template="llama2")
+    options = dict(n=9, temp=0, ignore_eos=True)
+    whole = session.chat(conversation("hello"), **options).finish()
+    shown, held_back = whole.text[:3], whole.text[3:6]
+    answer = session.chat(conversation("hello"), stop=held_back + "@", **options)
+    while len(session.tokenizer.decode(answer.ids)) < 6:
+        next(answer)
+    answer.close()
+    assert answer.text == shown and answer.ended_by == "interrupt"
+    turns = conversation("hello", answer.text, "more")
+    text = lambda ids: session.tokenizer.decode(ids).replace(" ", "")
+    assert text(session.render(turns).ids) == text(session.tokenizer.apply_chat_template(turns))
+
+
 @pytest.mark.parametrize("bos, eos, first", [(1, 2, [1]), (-1, 2, [2]), (-1, -1, [])])
 def test_an_empty_prompt_begins_with_one_token(bos, eos, first):
-    tokenizer = SimpleNamespace(bos=bos, eos=eos, encode=lambda text: [])
+    tokenizer = SimpleNamespace(bos=bos, eos=eos, encode=lambda text, **_: [])
     assert Session.encode(SimpleNamespace(tokenizer=tokenizer), "") == first
 
 

@@ -5,6 +5,7 @@ import json
 import random
 import shutil
 import time
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import tokenizers
 import transformers
 from hypothesis import strategies as st
 
+from loading.templates import TEMPLATES
 from tests.helpers import (
     FOX,
     HERE,
@@ -21,6 +23,7 @@ from tests.helpers import (
     TEXT,
     changed_json,
     conversation,
+    edit,
     encode_after,
     examples,
     streamed,
@@ -98,6 +101,74 @@ def test_continued_answers_keep_their_white_space():
         messages = [*FOX, {"role": "assistant", "content": said}]
         prompt = tokenizer.chat_prompt(messages, continues=True)
         assert prompt.text.endswith(f"[/INST] {kept}") and prompt.leaves_space == leaves_space
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_continued_answers_that_the_template_writes_too(name):
+    """An answer that looks like what the template writes after it ends where it is written."""
+    t = Tokenizer(TALES, chat_template=name)
+    asked = t.chat_prompt(FOX).text
+    for said in "end", "s", ">", "</s>", "im_end|>\n", "INST", "ASSISTANT":
+        messages = [*FOX, {"role": "assistant", "content": said + " "}]
+        prompt = t.chat_prompt(messages, continues=True)
+        assert prompt.text.removeprefix(asked).strip() == said.strip(), (said, prompt.text)
+        assert prompt.leaves_space and prompt.text.startswith(asked.rstrip())
+    thinks = "{{ messages[0].content }}{{ messages[1].content.split('</think>')[-1] }}"
+    for template, said in (thinks, "<think>so</think>A"), ("{{ messages[0].content }}", "A"):
+        t.chat_template = t.tool_template = template
+        with pytest.raises(ValueError, match="it cannot be continued"):
+            t.chat_prompt([*FOX, {"role": "assistant", "content": said}], continues=True)
+
+
+def test_system_messages_that_a_template_rewrites_or_leaves_out(tiny):
+    """Whether there is a place for one is not told by how it is written."""
+    t = Tokenizer(tiny, chat_template="chatml")
+    system = lambda text: {"role": "system", "content": text}
+    messages = [system("Be kind. /no_think"), *FOX, system("Be brief.")]
+    for written in "upper", "lower", "trim", "tojson", "title", "replace('/no_think', '')":
+        t.chat_template = "{% for m in messages %}{{ m.content | " + written + " }}{% endfor %}"
+        t.check_systems(messages)
+    for left_out in "m.role == 'user'", "loop.first or m.role == 'user'":
+        t.chat_template = "{% for m in messages if " + left_out + " %}{{ m.content }}{% endfor %}"
+        t.chat_template = t.chat_template.replace("loop.first", "m.content == messages[0].content")
+        with pytest.raises(ValueError, match="no place for this system message"):
+            t.check_systems(messages)
+        t.check_systems([system(" "), *FOX])
+    t.chat_template = "{{ messages[0].content }}{{ messages[1].content }}"
+    t.check_systems(messages[:1] + FOX + [system("")])
+    with pytest.raises(ValueError, match="no place"):
+        t.check_systems(messages)
+
+
+def test_work_is_linear_in_what_is_given(tiny):
+    """Ten times the messages or stop strings take some ten times as long, and memory follows."""
+    t = Tokenizer(tiny, chat_template="chatml")
+
+    def seconds(work, *given) -> float:
+        began = time.process_time()
+        work(*given)
+        return time.process_time() - began
+
+    many = [{"role": "system", "content": f"{i:x}"} for i in range(20_000)]
+    for work in t.check_systems, t.chat_prompt:
+        assert seconds(work, [*many, *FOX]) < 40 * seconds(work, [*many[:2000], *FOX]) + 1, work
+    text = "a" * 3000
+    ids = [t.vocabulary.sp.piece_to_id("a")] * len(text)
+
+    def stream(count: int) -> None:
+        stops = [*(f"{text}{i}" for i in range(count)), text[:2000] + "b", "ab"]
+        stream = TextStream(t, stops=stops)
+        assert "".join(map(stream.push, ids)) + stream.finish() == text and not stream.stopped
+
+    assert seconds(stream, 1000) < 5 * seconds(stream, 10) + 1
+
+
+def test_texts_that_use_all_private_characters(tiny):
+    t = Tokenizer(tiny, chat_template="chatml")
+    every = "".join(map(chr, range(0x100000, 0x10FFFE)))
+    assert t.chat_prompt(conversation(every[2:])).text.count(every[2:]) == 1
+    with pytest.raises(ValueError, match="every character for private use"):
+        t.chat_prompt(conversation(every))
 
 
 def test_continuation_takes_what_does_not_merge():
@@ -390,7 +461,7 @@ def random_text(length: int) -> str:
 
 @pytest.mark.parametrize("family", CHAT_FAMILIES)
 def test_tokenizer_json_equals_transformers(tmp_path, family):
-    """Text, whole and in two parts, and conversations."""
+    """Text, whole and in two parts, with control tokens, and conversations."""
     ours = Tokenizer(train_tokenizer_json(tmp_path, family))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for _ in range(150):
@@ -402,6 +473,10 @@ def test_tokenizer_json_equals_transformers(tmp_path, family):
         assert not any("\ufffd" in piece for piece in pieces), (text,)
         split = random.randrange(1, len(text) + 2)
         joined = ours.encode(text[:split], bos=False) + encode_after(ours, text[split:])
+        marked = "".join(random.choices([*ours.control, "x", " ", "a b", "\n"], k=7))
+        parsed = ours.encode(marked, parse_special=True)
+        assert parsed == theirs(marked)["input_ids"], (marked,)
+        assert ours.decode(parsed, marks=True) == theirs.decode(parsed), (marked,)
         # "pieces" begin with a space, unless the text does
         whole = text.removeprefix(" ") if CHAT_FAMILIES[family][0] == "pieces" else text
         assert ours.decode(ids) == ours.decode(joined) == whole, (text, split)
@@ -417,6 +492,32 @@ def test_tokenizer_json_equals_transformers(tmp_path, family):
         asked = dict(add_generation_prompt=more, return_dict=False)
         expected = theirs.apply_chat_template(messages, **asked)
         assert ours.apply_chat_template(messages, more) == expected, messages
+
+
+@pytest.mark.parametrize("kind", ["Qwen2Tokenizer", "GPT2Tokenizer"])
+def test_vocabulary_and_merges_in_two_files(tmp_path, kind):
+    """As older tokenizers of byte pairs have them. What cannot be read says what to take instead."""
+    with changed_json(train_tokenizer_json(tmp_path, "qwen 3") / "tokenizer.json") as raw:
+        model, added = raw["model"], raw["added_tokens"]
+    (tmp_path / "tokenizer.json").unlink()
+    decoder = {token["id"]: dict(content=token["content"], special=True) for token in added}
+    with changed_json(tmp_path / "tokenizer_config.json") as config:
+        config |= dict(tokenizer_class=kind, added_tokens_decoder=decoder)
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = [" ".join(merge) for merge in model["merges"]]
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+    ours, theirs = Tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for _ in range(100):
+        text = random_text(30) + random.choice(["", *ours.control])
+        assert ours.encode(text, parse_special=True) == theirs(text)["input_ids"], (text,)
+    edit(tmp_path / "tokenizer_config.json", tokenizer_class="BloomTokenizer")
+    with pytest.raises(ValueError, match="of BloomTokenizer: save it by transformers"):
+        Tokenizer(tmp_path)
+    (tmp_path / "merges.txt").rename(tmp_path / "tekken.json")
+    with pytest.raises(
+        OSError, match="tekken.json, which it has, take the version in Hugging Face"
+    ):
+        Tokenizer(tmp_path)
 
 
 def in_vocabulary(raw: dict, config: dict) -> None:
@@ -596,6 +697,34 @@ def test_many_control_tokens(tmp_path):
         control = [i for i in t.apply_chat_template(conversation(typed)) if i in numbers]
         assert control == expected, typed[:99]
     assert time.process_time() - began < 60
+
+
+def test_long_and_empty_control_tokens(tmp_path):
+    """Memory follows the file's size. What is empty is no token."""
+    name = f"<{'long' * 10_000}>"
+    with changed_json(train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json") as raw:
+        start, like = max(token["id"] for token in raw["added_tokens"]) + 1, raw["added_tokens"][0]
+        more = [like | {"id": start, "content": ""}, like | {"id": start + 1, "content": name}]
+        raw["added_tokens"] += more
+    tracemalloc.start()
+    t = Tokenizer(tmp_path)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 100e6 and name in t.control and "" not in t.control
+    t.chat_template = "{{ messages[0].content }}long>"
+    assert t.control[name] not in t.chat_prompt(conversation(name.removesuffix("long>"))).ids
+
+
+def test_a_tokenizer_that_panics(tmp_path):
+    """Its library raises what is no Exception for a pattern that backtracks too often."""
+    with changed_json(train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json") as raw:
+        split = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated"}
+        cuts = [split | {"invert": False}, raw["pre_tokenizer"]]
+        raw["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": cuts}
+    t = Tokenizer(tmp_path)
+    assert t.decode(t.encode("aab", bos=False)) == "aab"
+    with pytest.raises(ValueError, match="^the tokenizer fails at this text: "):
+        t.encode("a" * 60 + "b")
 
 
 REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
