@@ -5,7 +5,7 @@
       a path
     2   |  LAYOUTS (here)  which layout is it? Each is one file: hugging_face.py, meta.py, gguf.py
         |                  (with ggml.py and gguf_tokenizer.py) and, for what --save wrote, saved.py.
-        |                  layouts.py has what they share
+        |                  layouts.py has what they share, tokenizer_files.py the tokenizer's files
         |  reading.py      the header of a safetensors file: where tensors lie in it
         |  torchfile.py    the same for a file that torch.save wrote
       a Layout
@@ -139,8 +139,8 @@ def whole_checkpoint(path: Path) -> Checkpoint | None:
     file of Meta's shows only in tensors that do not fit. Raises ValueError for a model that is not
     supported."""
     try:
-        if path.is_dir():
-            assert Files(path).weights  # or OSError: the small files may be of another checkpoint
+        if path.is_dir() and not Files(path).has_weights():
+            return None  # the small files may be of another checkpoint
         layout = layout_at(path)
         config = layout.config()
     except OSError:

@@ -30,7 +30,7 @@ from loading.files import FILE_BYTES, Fields, open_regular, stamp_of
 from loading.ggml import OTHER_TYPES, TYPES, Type
 from loading.gguf_tokenizer import ENDS, tokenizer_files, tokens_of
 from loading.hugging_face import config_of
-from loading.layouts import EMBEDS, Files, Layout
+from loading.layouts import EMBEDS, Files, Layout, joined_part
 from loading.names import Part
 from loading.quantised import Wanted, checked
 from loading.reading import TYPES as FLOAT_TYPES
@@ -501,18 +501,15 @@ class GgufFile(Layout):
         record = None
         if self.family.joined:
             joined = {part.name_in("blk", stem): stems for stem, stems in JOINED.items()}
-            record = self.joined(joined, part, c, found, head_dim)
-        record = record or self.matrix(name, part, part.shape(c), found, head_dim)
+            find = lambda name, shape: self.matrix(name, shape, found)
+            record = joined_part(find, joined, part, c, head_dim)
+        record = record or self.matrix(name, part.shape(c), found, head_dim)
         return [record or floats(name, part.shape(c), found, head_dim)]
 
     def matrix(
-        self,
-        name: str,
-        part: Part,
-        shape: tuple[int, ...],
-        found: Found,
-        head_dim: int | None = None,
+        self, name: str, shape: tuple[int, ...], found: Found, head_dim: int | None = None
     ) -> Stored | None:
+        """What the file has under a name. Returns None if there is nothing."""
         if name not in found or name not in self.header.tensors:
             return None
         info = self.header.tensors[name]

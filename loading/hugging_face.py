@@ -16,7 +16,7 @@ from torch import Tensor
 from formats import Quantised
 from loading.families import family_of
 from loading.files import Fields, one_line, one_line_errors
-from loading.layouts import EMBEDS, Files, Folder, check_heads
+from loading.layouts import EMBEDS, Files, Folder, check_heads, joined_part
 from loading.names import Kind, Part
 from loading.quantised import FLOATS, Packing, checked, of_rows, packing_of
 from loading.reading import FileTensor
@@ -110,7 +110,8 @@ class HuggingFaceFolder(Folder):
                 break
         else:
             joined = {joined_name(part, name): stems for name, stems in JOINED.items()}
-            if record := self.joined(joined, part, c, found, head_dim):
+            find = lambda name, shape: self.matrix(name, part, shape, found)
+            if record := joined_part(find, joined, part, c, head_dim):
                 return [record]
             names = names_for(own, c)
         return [

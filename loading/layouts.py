@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -64,6 +64,13 @@ class Files:
             else:
                 self._headers[file] = {}, torch_tensors(file)
         return self._headers[file]
+
+    def has_weights(self) -> bool:
+        """Whether the weights are there, all of those that an index names. Raises ValueError."""
+        try:
+            return bool(self.weights.files)
+        except OSError:
+            return False
 
     @cached_property
     def picked(self) -> list[Path]:
@@ -150,38 +157,6 @@ class Layout(ABC):
     def stored_part(self, part: Part, c: Config, found: Found) -> list[Stored]:
         """How a part is stored: one record, or one for each expert."""
 
-    def matrix(
-        self,
-        name: str,
-        part: Part,
-        shape: tuple[int, ...],
-        found: Found,
-        head_dim: int | None = None,
-    ) -> Stored | None:
-        """What the files have under a name for this part. Returns None if there is nothing."""
-        raise NotImplementedError
-
-    def joined(
-        self,
-        names: dict[str, Sequence[str]],
-        part: Part,
-        c: Config,
-        found: Found,
-        head_dim: int | None,
-    ) -> Stored | None:
-        """The rows of a part in a tensor that has several, one below the other. names: of such
-        tensors, with the stems of their parts. Returns None if there is no such tensor."""
-        for name, stems in names.items():
-            if part.bias or part.stem not in stems:
-                continue
-            rows = [PARTS[stem].shape(c)[-2] for stem in stems]
-            *outer, own, columns = part.shape(c)
-            whole = self.matrix(name, part, (*outer, sum(rows), columns), found)
-            if whole:
-                start = sum(rows[: stems.index(part.stem)])
-                return part_of_rows(whole, start, own, head_dim=head_dim)
-        return None
-
     def stored(self, t: ModelTensor, c: Config, found: Found) -> list[Stored]:
         """How a tensor of the model is stored, whose parts lie one below the other or take turns."""
         turns = t.parts[0].in_turn
@@ -218,6 +193,28 @@ class Folder(Layout):
         files, named = self.files.weights
         tensors = [tensor for file in files for tensor in self.files.header(file)[1]]
         return [t for t in tensors if named.get(t.name, t.file) == t.file]
+
+
+def joined_part(
+    matrix: Callable[[str, tuple[int, ...]], Stored | None],
+    names: dict[str, Sequence[str]],
+    part: Part,
+    c: Config,
+    head_dim: int | None,
+) -> Stored | None:
+    """The rows of a part in a tensor that has several, one below the other. matrix: what the files
+    have under a name, of this shape. names: of such tensors, with the stems of their parts. Returns
+    None if there is no such tensor."""
+    for name, stems in names.items():
+        if part.bias or part.stem not in stems:
+            continue
+        rows = [PARTS[stem].shape(c)[-2] for stem in stems]
+        *outer, own, columns = part.shape(c)
+        whole = matrix(name, (*outer, sum(rows), columns))
+        if whole:
+            start = sum(rows[: stems.index(part.stem)])
+            return part_of_rows(whole, start, own, head_dim=head_dim)
+    return None
 
 
 def check_heads(f: Fields, n_heads: int, n_kv_heads: int, head_dim: int) -> None:

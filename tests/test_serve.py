@@ -305,7 +305,7 @@ def test_serve_comments_in_a_silent_stream(server, monkeypatch):
     monkeypatch.setattr(serve, "SILENCE", 0.01)
 
     async def bodies(kind, *parts: serve.Part) -> bytes:
-        client = serve.Client(parse_request(b'{"prompt": "a", "stream": true}', kind))
+        client = serve.Client(kind, b'{"prompt": "a", "stream": true}')
 
         async def answer() -> None:
             for part in parts:
