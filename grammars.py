@@ -25,9 +25,40 @@ def json_value(schema: dict | bool | str) -> str:
             schema = {}
         if not isinstance(schema, dict):
             raise ValueError("it must be an object of JSON")
+        text = json.dumps(schema)
+        checked_size(text)
+        if '"allOf"' not in text:  # parts of which each has some of the properties
+            schema = closed(schema)
         return "%json " + json.dumps(schema | {"x-guidance": JSON_STYLE}, ensure_ascii=False)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the JSON schema: {error}") from None
+
+
+# where a schema has others: as a value, in a list, by name
+INSIDE = ("items", "additionalProperties")
+LISTED = ("anyOf", "oneOf", "prefixItems")
+NAMED = ("properties", "$defs", "definitions")
+
+
+def closed(schema: object) -> object:
+    """A schema whose objects have no properties but those it names, where it does not say so, as in
+    llama.cpp: a small model would invent more and more of them."""
+    if not isinstance(schema, dict):
+        return schema
+    schema = dict(schema)
+    for key, value in schema.items():
+        if key in INSIDE:
+            schema[key] = closed(value)
+        elif key in LISTED and isinstance(value, list):
+            schema[key] = [*map(closed, value)]
+        elif key in NAMED and isinstance(value, dict):
+            schema[key] = {name: closed(item) for name, item in value.items()}
+    named = schema.get("properties")
+    required = schema.get("required", [])
+    known = isinstance(named, dict) and isinstance(required, list)
+    if known and {*map(str, required)} <= named.keys() and "patternProperties" not in schema:
+        schema.setdefault("additionalProperties", False)
+    return schema
 
 
 def json_grammar(schema: dict | bool | str) -> str:

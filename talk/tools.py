@@ -198,7 +198,7 @@ def call_grammar(
     closes = literal(f"\n{style.close}") if style.close else ""
     rules = []
     for index, (name, schema) in enumerate(tools.items()):
-        arguments = json_value({"additionalProperties": False} | schema) if schema else '"{}"'
+        arguments = json_value(schema) if schema else '"{}"'
         begin = f'{{"name": {literal(name)}, "{style.key}": '
         rules += [
             f"call_{index}: {literal(begin)} arguments_{index} {literal('}')}",

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from constraints import Constraint
-from grammars import choice_grammar, json_grammar, lark_grammar, literal, regex_grammar
+from grammars import choice_grammar, closed, json_grammar, lark_grammar, literal, regex_grammar
 from session import Session
 from tests.helpers import TALES
 
@@ -139,6 +139,34 @@ def test_random_schemas(session):
             jsonschema.validate(json.loads(text.text), schema)
             ended += 1
     assert ended > 80
+
+
+def test_objects_have_the_properties_that_are_named(session):
+    inner = {"type": "object", "properties": {"b": {"type": "boolean"}}, "required": ["b"]}
+    schema = {
+        "$defs": {"i": inner},
+        "properties": {
+            "properties": {"$ref": "#/$defs/i"},
+            "l": {"type": "array", "items": inner, "maxItems": 2},
+        },
+    }
+    for seed in range(5):
+        text = session.generate(
+            "A fox", schema=schema | {"type": "object"}, n=100, temp=2, seed=seed
+        ).finish()
+        value = json.loads(text.text)
+        assert value.keys() <= {"properties", "l"}
+        assert all(
+            each.keys() == {"b"}
+            for each in [*value.get("l", []), value.get("properties", {"b": 1})]
+        )
+    for as_it_is in (
+        {"type": "object"}, {"properties": {}, "required": ["a"]},
+        {"properties": {"a": {}}, "additionalProperties": True},
+        {"properties": {}, "patternProperties": {"^a": {}}}, {"enum": [{"properties": {}}]}, {"properties": 5}, True,
+    ):  # fmt: skip
+        assert closed(as_it_is) == as_it_is
+    assert "additionalProperties" not in json_grammar({"allOf": [inner, {"properties": {"c": {}}}]})
 
 
 def nested(depth: int) -> str:
