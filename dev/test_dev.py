@@ -152,9 +152,11 @@ def test_compare_with_transformers(dev_cli, tiny, tiny_saved, monkeypatch):
 
     monkeypatch.setattr(bench, "wall_times", wall_times)
     monkeypatch.setattr(bench, "generation_speeds", lambda *_: [4.0])
+    monkeypatch.setattr(bench, "first_token_ms", lambda *_: 7.0)
     flags = "-p 4 -n 2 -r 1 -d 9 -o json".split()
     models = ("-m", f"random:{tiny / 'config.json'}", "-m", tiny)
     rows = rows_of(dev_cli(compare, *models, *flags, "--format", "none,e4m3"))
+    assert [row["first_ms"] for row in rows] == 2 * [None, 7.0, None, 7.0, None, None, None]
     keys = ("format", "test", "backend", "tokens_per_s", "ratio")
     assert [tuple(row[key] for key in keys) for row in rows] == 2 * [
         ("none", "pp4 @ d9", "torch", 4.0, None),

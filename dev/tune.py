@@ -107,8 +107,8 @@ def tune(args: argparse.Namespace) -> None:
     else:
         single = (1, own_table(model, "vector"), vector_candidates)
     few = own_table(model, "few")
-    passes = [single, (8, few[8], few_candidates), (16, few[16], few_candidates)]
-    for T, table, candidates in passes:
+    rounds = [single, (8, few[8], few_candidates), (16, few[16], few_candidates)]
+    for T, table, candidates in rounds:
         print(f"T = {T}, as it is: {1e6 * seconds_of(T):.1f} us")
         for op, w in products_of(model):
             columns = w.columns

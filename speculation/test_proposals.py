@@ -237,7 +237,7 @@ def test_draft_of_another_vocabulary(exact, more):
 def test_memory_of_a_draft_is_that_of_the_models_context(tiny, copy, monkeypatch):
     sizes = []
     edit(copy / "config.json", max_position_embeddings=128)
-    monkeypatch.setattr(place, "check_memory", lambda *args: sizes.append(args[3]))
+    monkeypatch.setattr(place, "check_memory", lambda *args: sizes.append(args[1]))
     Session(tiny, draft=copy, device="cpu")
     assert sizes == [256, 256]
 

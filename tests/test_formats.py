@@ -294,7 +294,7 @@ def test_bytes_of_a_copy_that_a_prompt_needs(grouped_folder, monkeypatch):
     by one, unless enough tokens share them."""
     model = load(grouped_folder, device="cpu", dtype="fp32", format="int4")
     largest = 2 * 128 * 64  # w1 and w3
-    assert model._prompt_memory(0) == 4 * largest
+    assert model.prompt_memory(0) == 4 * largest
     N, K = 96, 256
     w = Matrix(torch.zeros(N, K, dtype=torch.float16, device=DEVICE))
     in_fp16, in_e4m3 = 2 * N * K, N * K + 4 * N
@@ -313,7 +313,7 @@ def test_bytes_of_a_copy_that_a_prompt_needs(grouped_folder, monkeypatch):
         of_experts = [experts.copy_bytes(m, "auto", each) for each in (15, 16)]
         assert of_experts == [0, in_e4m3 if format is INT4 else 0], format
         assert experts.copy_bytes(m, "fp32", 16) == 0
-    assert model._prompt_memory(0) == largest + 4 * 2 * 128
+    assert model.prompt_memory(0) == largest + 4 * 2 * 128
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -436,9 +436,9 @@ def test_ids_beyond_the_vocabulary(cli, copy):
     edit(copy / "generation_config.json", bos_token_id=-7, eos_token_id=[2, 9999])
     code, _, said = cli("-m", copy, "-p", "a", "-n", 1)
     assert code == 0
-    for name in "config.json: bos_token_id is -7,", "config.json: eos_token_id is [2, 9999],":
+    for name in "config.json: bos_token_id is -7;", "config.json: eos_token_id is [2, 9999];":
         [line] = [line for line in said.splitlines() if name in line]
-        assert line.startswith("note: ") and line.endswith("others are ignored")
+        assert line.startswith("note: ") and line.endswith("does not have are ignored")
     assert cli("-m", copy, "-p", "a", "-n", 1, "--quiet")[2] == ""
 
 
