@@ -132,9 +132,6 @@ SPOILED = {
         spoil_tensors(lambda t: t.update({"score.weight": t.pop("lm_head.weight")[:1]})), "or rewards, which",
     ),
     "uneven heads": (spoil_config(num_key_value_heads=3), "4 query heads cannot share 3"),
-    "sliding window": (
-        spoil_config(model_type="mistral", sliding_window=64), "sliding_window is 64: a ctx_size of 256"
-    ),
     "listed dtype": (spoil_config(dtype=["float32"]), "torch_dtype is ['float32']"),
     "both directions": (spoil_config(is_causal=False), "is_causal is False"),
     "rope by layers": (

@@ -5,9 +5,9 @@ import pytest
 import tokenizers
 import transformers
 
+from loading.checkpoint import open_tokenizer
 from talk.test_tools import CODER, HERMES, LLAMA, MISTRAL, WEATHER
 from talk.tools import style_of
-from tokenizer import Tokenizer
 
 # ---- templates with tools, each written for these tests with what its family's own is made of
 
@@ -215,7 +215,7 @@ CONVERSATION = [
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_templates_with_tools_write_what_transformers_writes(family, tiny, tmp_path):
     (tmp_path / "template").write_text(TEMPLATES[family])
-    ours = Tokenizer(tiny, chat_template=str(tmp_path / "template"))
+    ours = open_tokenizer(tiny, chat_template=str(tmp_path / "template"))
     library = tokenizers.Tokenizer(tokenizers.models.BPE())
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=library, **ours.named)
     theirs.chat_template = TEMPLATES[family]

@@ -856,8 +856,10 @@ def random_matrix(format, N: int, K: int, bias: torch.Tensor | None = None) -> M
             numbers["zero"] = torch.randint(0, 16, shape).float()
         elif type(format.scaling) is not others.Scaling:
             numbers["minimum"] = torch.randn(shape)
-        if isinstance(format.scaling, others.Parts):
-            numbers["parts"] = tuple(torch.randint(1, 64, (N, K // 32)).float() for _ in range(2))
+        if isinstance(format.scaling, others.Parts | others.PartsOf16):
+            each = 16 if isinstance(format.scaling, others.PartsOf16) else 32
+            parts = torch.randint(1, 64, (2, N, K // each)).float()
+            numbers["parts"] = tuple(parts)
         rows = formats.Quantised(torch.randint(least, most, (N, K), dtype=torch.int8), **numbers)
     out = format.empty(N, K, torch.device("cpu"))
     format.write(rows, out)

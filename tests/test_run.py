@@ -192,6 +192,7 @@ def test_settings_that_are_not_supported(cli, copy):
     (dict(max_position_embeddings=5000), 0, "5000,"),
     (dict(model_type="mistral", max_position_embeddings=8192), None, "4096,"),
     (dict(model_type="mistral", sliding_window=99), 99, "99,"),
+    (dict(model_type="mistral", sliding_window=99), None, "99,"),
     (dict(model_type="mistral", sliding_window=None), 5000, "5000 (beyond the model's 256: "),
 ])  # fmt: skip
 def test_size_of_the_context(cli, copy, fields, size, context):
@@ -200,6 +201,12 @@ def test_size_of_the_context(cli, copy, fields, size, context):
     flags = [] if size is None else ["-c", size]
     code, _, err = cli("-m", copy, "-p", "Once", "-n", 1, *flags)
     assert code == 0 and f", context {context}" in err
+
+
+def test_context_beyond_the_window(cli, copy):
+    edit(copy / "config.json", model_type="mistral", sliding_window=64)
+    said = cli("-m", copy, "-p", "Once", "-c", 65, "--quiet", "--no-display-prompt")
+    assert_refused(said, "sliding_window is 64: a ctx_size of 65")
 
 
 def test_a_prompt_with_a_bos_of_its_own(cli, tiny):
