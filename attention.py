@@ -1,17 +1,18 @@
-"""Attention: softmax(q k^T / sqrt(D)) v. Token t sees positions 0 .. pos + t; G = H / KH query
-heads share one k, v head.
+"""Attention: softmax(q k^T / sqrt(D)) v. Row t of a segment sees positions 0 .. start + t of its
+sequence; G = H / KH query heads share one k, v head.
 
-q [T, H, D], keys and values of one layer [KH, S, D] -> [T, H D]
+q [T, H, D], keys and values of one layer [KH, P, D] -> [T, H D]
 
-Three kernels: for one query row per key/value head, for up to SPLIT_ROWS, and for a prompt. On
-Hopper, cards/hopper.py has one for a few, up to 64 tokens and 128 rows, and one for long prompts.
+Three kernels: for one query row per key/value head, for up to SPLIT_ROWS, and for a prompt, which
+is a single segment. On Hopper, cards/hopper.py has one for a few, up to 64 tokens and 128 rows, and
+one for long prompts.
 All keep a running softmax in base 2, with the factor log2(e) folded into qk_scale (online softmax:
 Milakov and Gimelshein, 2018)."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
 import math
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch.nn import functional
 
 from cards import hopper
 from cards.cpu import without_onednn
-from cards.sizes import SplitSizes, few_rows_sizes, split_sizes
+from cards.sizes import SplitSizes, few_rows_sizes, single_row_sizes, split_sizes
 from formats import Matrix, plain_values
 from fp8 import E4M3, e4m3_encode
 from launch import (
@@ -34,12 +35,16 @@ from launch import (
     processors,
     rows_of_program,
     saturated,
+    segment_of,
     split_of,
     tl,
     triton,
 )
 
-# ---- what ops see of model.LayerWeights and of model.State
+if TYPE_CHECKING:
+    from sampling import Sampler
+
+# ---- what ops see of model.LayerWeights and of engine.Pass
 #
 #      model.py imports the ops, so they cannot import it: a field that an op needs is listed here
 #      as well.
@@ -49,7 +54,7 @@ class LayerView(Protocol):
     """What ops read of a layer's weights."""
 
     index: int
-    attention_norm: Tensor
+    attention_norm: Tensor | None
     wqkv: Matrix
     qk_norm: Tensor | None
     ffn_norm: Tensor
@@ -58,25 +63,44 @@ class LayerView(Protocol):
     router_gain: float
 
 
-class StateView(Protocol):
-    """What ops read of a sequence, and where they write keys and values."""
+class PassView(Protocol):
+    """What ops read of a pass, and where they write keys and values. Its T rows are the new tokens
+    of N segments, one after the other; a segment is some tokens of one sequence.
 
-    tokens: Tensor
-    device_pos: Tensor
-    k: tuple[Tensor, ...]
-    v: tuple[Tensor, ...]
-    rope: Tensor
+    The P places of the cache belong to sequences, a run of them to each: position p of a sequence
+    is at place first + p. Rows behind those of the last segment are padding: what ops make of them
+    is written, but attention gives them zeros, and no other row reads their keys and values."""
+
+    tokens: Tensor  # int32 [P]: the token at each place
+    # int32 [P]: what was sampled, one place behind the sampled row's own, for the host (pinned memory
+    # on a GPU); -1 where logits are not finite
+    drawn: Tensor
+    place: Tensor  # int32 [T]: where each row's token, keys and values lie
+    position: Tensor  # int32 [T]: how many tokens of its sequence come before it
+    # int32 [N, 4]: first (the place of its sequence's position 0), start (the position of its first
+    # row), begin (its first row), count (of its rows, at least 1)
+    segments: Tensor
+    longest: int  # rows of a segment, at most: the host knows it, a captured graph keeps it
+    size: int  # positions of a sequence, at most
+    k: tuple[Tensor, ...]  # L x [KH, P, D]
+    v: tuple[Tensor, ...]  # L x [KH, P, D]
+    rope: Tensor  # [size or more, D/2, 2]
+    rows: Tensor | None  # int64 [R]: the rows whose logits are wanted; None if all are
+    feeds: bool  # what is sampled is evaluated next, so it is written to tokens as well
+    sampler: Sampler  # settings of the R sampled rows
     norm_eps: float
     experts_per_token: int
     norm_topk: bool
+    # Where to keep what enters a layer: its index, and memory for that, [T, C]
+    kept: tuple[tuple[int, Tensor], ...]
     scratch: Scratch
 
 
-# ---- keys and values as a state stores them
+# ---- keys and values as the cache stores them
 
 
 def to_cache_ref(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values in the type in which a state stores them. In E4M3, what is not finite becomes
+    """Keys or values in the type in which the cache stores them. In E4M3, what is not finite becomes
     NaN, so that it is noticed."""
     if dtype != torch.int8:
         return x
@@ -105,12 +129,22 @@ MOST_TOKENS = 256
 MASK_ELEMENT = 5  # bytes: a bool, and the float32 that torch makes of it
 
 
-def attention_ref(q: Tensor, layer: LayerView, state: StateView) -> Tensor:
+def attention_ref(q: Tensor, layer: LayerView, pass_: PassView) -> Tensor:
+    k, v = pass_.k[layer.index], pass_.v[layer.index]
+    parts = []
+    for first, start, begin, count in pass_.segments.tolist():
+        sees = slice(first, first + start + count)
+        parts.append(_attend_segment_ref(q[begin : begin + count], k[:, sees], v[:, sees]))
+    y = parts[0] if len(parts) == 1 else torch.cat(parts)
+    padding = len(q) - len(y)
+    return functional.pad(y, (0, 0, 0, padding)) if padding else y
+
+
+def _attend_segment_ref(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A segment's attention. q [T, H, D], k and v [KH, S, D] as they are stored, of all positions
+    up to its last one -> [T, H D]"""
     T, H, D = q.shape
-    start_pos = int(state.device_pos)
-    length = start_pos + T
-    k = state.k[layer.index][:, :length]
-    v = state.v[layer.index][:, :length]
+    length = k.shape[1]
     if T == 1 and q.is_cpu and q.dtype == k.dtype == torch.bfloat16:
         return _attend_one_bf16(q, k, v)
     k = cached_ref(k)
@@ -119,7 +153,7 @@ def attention_ref(q: Tensor, layer: LayerView, state: StateView) -> Tensor:
         return _attend_one_ref(q, k, v).to(q.dtype)
     at_once = MASK_BYTES // (MASK_ELEMENT * (H // len(k)) * length)
     at_once = max(1, min(at_once, MOST_TOKENS))
-    parts, end = [], start_pos
+    parts, end = [], length - T
     for part in q.split(at_once):
         end += len(part)
         parts.append(_attend_ref(part, k[:, :end], v[:, :end]))
@@ -221,22 +255,24 @@ SHARED_KEYS = 16 << 20
 
 @jit
 def _attention_kernel(
-    q, k_cache, v_cache, out, pos, T, qk_scale, v_scale,
-    S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    q, k_cache, v_cache, out, segments, P, T, qk_scale, v_scale,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     POSITIONS_AT_ONCE: tl.constexpr,
     DECODE: tl.constexpr, FP16_SUMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A prompt: BLOCK_M tokens of one head, over the keys they see."""
     gdc_launch_dependents(PDL)
-    start_pos = tl.load(pos)
-    heads_at_once = tl.maximum(POSITIONS_AT_ONCE // (start_pos + T), 1) * G
+    first, start_pos, _, count, _ = segment_of(segments, 0, True, T)
+    heads_at_once = tl.maximum(POSITIONS_AT_ONCE // (start_pos + count), 1) * G
     pid_m, head = rows_of_program(tl.program_id(0), tl.cdiv(T, BLOCK_M), heads_at_once, H)
-    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = pid_m * BLOCK_M
+    offs_m = row + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
     offs_n = tl.arange(0, BLOCK_N)
-    k_head = k_cache + (head // G).to(tl.int64) * S * D
-    v_head = v_cache + (head // G).to(tl.int64) * S * D
+    offs_head = ((head // G).to(tl.int64) * P + first) * D
+    k_head = k_cache + offs_head
+    v_head = v_cache + offs_head
     gdc_wait(PDL)
     mask_q = (offs_m[:, None] < T) & (offs_d[None, :] < D)
     offs_q = (offs_m[:, None] * H + head) * D + offs_d[None, :]
@@ -244,9 +280,9 @@ def _attention_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # Whole blocks of keys that every row sees
-    diagonal = (start_pos + pid_m * BLOCK_M + 1) // BLOCK_N * BLOCK_N
-    end = start_pos + tl.minimum(T, (pid_m + 1) * BLOCK_M)
+    # Whole blocks of keys that every row sees. A program that has only padding reads none
+    end = tl.where(row < count, start_pos + tl.minimum(count, row + BLOCK_M), 0)
+    diagonal = tl.minimum((start_pos + row + 1) // BLOCK_N * BLOCK_N, end)
     for n in range(0, diagonal, BLOCK_N):
         k = _load_cached(k_head, n + offs_n, offs_d, None, D)
         v = _load_cached(v_head, n + offs_n, offs_d, None, D)
@@ -262,38 +298,39 @@ def _attention_kernel(
             q_tile, k, v, row_max, row_sum, acc, mask, qk_scale, DECODE, FP16_SUMS
         )
     pointers = out + offs_q
-    y = acc * (v_scale / row_sum)[:, None]
+    y = tl.where(offs_m[:, None] < count, acc * (v_scale / row_sum)[:, None], 0.0)
     tl.store(pointers, y.to(out.dtype.element_ty), mask=mask_q)
 
 
 # ---- one token, or a few
 #
-#      Few rows make for few programs, too few to read keys and values at full speed, so the
-#      positions are split among programs, each of which ends with a softmax over its own part:
-#      maximum, sum and unnormalised result of each row. The last program to finish merges them
-#      (launch.is_last). In a short context some programs get no positions. They exit without
-#      waiting, since the next kernel, which starts early, needs their registers.
+#      Each segment has programs of its own. Few rows make for few programs, too few to read keys and
+#      values at full speed, so the positions are split among programs, each of which ends with a
+#      softmax over its own part: maximum, sum and unnormalised result of each row. The last program
+#      to finish merges them (launch.is_last). In a short context some programs get no positions.
+#      They exit without waiting, since the next kernel, which starts early, needs their registers.
 
 
 @jit
 def _merge_splits(
-    out, partial, ends, head, used, count, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    SPLITS: tl.constexpr, MERGE: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    out, partial, ends, group, used, begin, head, top, count, written,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, MERGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Merge the softmaxes of the splits into one, MERGE of them at a time, for `count` rows of at
-    most ROWS."""
+    """Merge the softmaxes of the splits into one, MERGE of them at a time, for the rows of a segment
+    from `top` on, at most ROWS. It has `count` rows; those behind, up to `written`, become 0."""
+    count -= top
     rows = tl.arange(0, ROWS)
     offs_d = tl.arange(0, BLOCK_D)
     splits = tl.arange(0, SPLITS)
-    indices = (head * SPLITS + splits[:, None]) * BLOCK_M + rows[None, :]
+    indices = (group * SPLITS + splits[:, None]) * BLOCK_M + rows[None, :]
     mask = (splits[:, None] < used) & (rows[None, :] < count)
     row_max = tl.max(tl.load(ends + indices * 2, mask=mask, other=-1e30, cache_modifier=".cg"), 0)
     row_sum = tl.zeros([ROWS], tl.float32)
     y = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for first in tl.static_range(0, SPLITS, MERGE):
         split = first + tl.arange(0, MERGE)
-        index = (head * SPLITS + split[:, None]) * BLOCK_M + rows[None, :]
+        index = (group * SPLITS + split[:, None]) * BLOCK_M + rows[None, :]
         mask = (split[:, None] < used) & (rows[None, :] < count)
         peak = tl.load(ends + index * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
         weight = tl.exp2(peak - row_max[None, :])
@@ -303,42 +340,48 @@ def _merge_splits(
         offs_part = index[:, :, None] * D + offs_d[None, None, :]
         part = tl.load(partial + offs_part, mask=mask_part, other=0.0, cache_modifier=".cg")
         y += tl.sum(weight[:, :, None] * part, 0)
-    offs = ((rows // G)[:, None] * H + head * G + (rows % G)[:, None]) * D + offs_d[None, :]
-    y = (y / row_sum[:, None]).to(out.dtype.element_ty)
-    tl.store(out + offs, y, mask=(rows[:, None] < count) & (offs_d[None, :] < D))
+    y = tl.where(rows[:, None] < count, y / row_sum[:, None], 0.0).to(out.dtype.element_ty)
+    rows += top
+    offs = ((begin + rows // G)[:, None] * H + head * G + (rows % G)[:, None]) * D + offs_d[None, :]
+    tl.store(out + offs, y, mask=(rows[:, None] < written) & (offs_d[None, :] < D))
 
 
 @jit
 def _split_attention_kernel(
-    q, k_cache, v_cache, out, partial, ends, arrived, pos, T, qk_scale, v_scale,
-    S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
+    q, k_cache, v_cache, out, partial, ends, arrived, segments, P, T, qk_scale, v_scale,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCKS: tl.constexpr, SPLITS: tl.constexpr,
     MERGE: tl.constexpr,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr,
     BLOCK_D: tl.constexpr,
     DECODE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A few tokens: the G query heads of one key/value head are rows, T G of them, and the
-    positions are split."""
+    """A few tokens of a segment: the G query heads of one key/value head are rows, G for each token,
+    BLOCK_M of them in each of BLOCKS programs, and the positions are split."""
     gdc_launch_dependents(PDL)
-    head, split = tl.program_id(0), tl.program_id(1)
-    rows = tl.arange(0, BLOCK_M)
+    pid, split, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    group = segment * tl.num_programs(0) + pid
+    head, top = pid // BLOCKS, pid % BLOCKS * BLOCK_M
+    last = segment == tl.num_programs(2) - 1
+    first, start_pos, begin, count, written = segment_of(segments, segment, last, T)
+    rows = top + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
     offs_n = tl.arange(0, BLOCK_N)
     t, g = rows // G, rows % G
-    k_head = k_cache + head.to(tl.int64) * S * D
-    v_head = v_cache + head.to(tl.int64) * S * D
-    # Before the wait: the part of the first block that earlier steps have stored
-    start_pos = tl.load(pos)
-    used, start, end = split_of(start_pos + T, split, SPLITS, BLOCK_N, LEAST)
-    if split < used:
+    offs_head = (head.to(tl.int64) * P + first) * D
+    k_head = k_cache + offs_head
+    v_head = v_cache + offs_head
+    # Before the wait: the part of the first block that earlier passes have stored
+    used, start, end = split_of(start_pos + count, split, SPLITS, BLOCK_N, LEAST)
+    if (split < used) & (top < written * G):
         offs_s = start + offs_n
         mask_old = offs_s < tl.minimum(end, start_pos)
         mask_new = (offs_s >= start_pos) & (offs_s < end)
         k = _load_cached(k_head, offs_s, offs_d, mask_old, D)
         v = _load_cached(v_head, offs_s, offs_d, mask_old, D)
         gdc_wait(PDL)
-        mask_q = (rows[:, None] < T * G) & (offs_d[None, :] < D)
-        offs_q = (t[:, None] * H + head * G + g[:, None]) * D + offs_d[None, :]
+        mask_row = rows[:, None] < count * G
+        mask_q = mask_row & (offs_d[None, :] < D)
+        offs_q = ((begin + t[:, None]) * H + head * G + g[:, None]) * D + offs_d[None, :]
         q_tile = tl.load(q + offs_q, mask=mask_q, other=0.0)
         k += _load_cached(k_head, offs_s, offs_d, mask_new, D)
         v += _load_cached(v_head, offs_s, offs_d, mask_new, D)
@@ -360,38 +403,42 @@ def _split_attention_kernel(
             )
         acc *= v_scale
         if used == 1:
-            tl.store(out + offs_q, (acc / row_sum[:, None]).to(out.dtype.element_ty), mask=mask_q)
+            y = tl.where(mask_row, acc / row_sum[:, None], 0.0).to(out.dtype.element_ty)
+            mask_out = (rows[:, None] < written * G) & (offs_d[None, :] < D)
+            tl.store(out + offs_q, y, mask=mask_out)
         else:
-            index = (head * SPLITS + split) * BLOCK_M + rows
+            index = (group * SPLITS + split) * BLOCK_M + rows - top
             tl.store(ends + index * 2, row_max * qk_scale)
             tl.store(ends + index * 2 + 1, row_sum)
             tl.store(partial + index[:, None] * D + offs_d[None, :], acc, mask=mask_q)
-            if is_last(arrived + head, used):
-                count = T * G
+            if is_last(arrived + group, used):
                 _merge_splits(
-                    out, partial, ends, head, used, count,
+                    out, partial, ends, group, used, begin, head, top, count * G, written * G,
                     H, G, D, SPLITS, MERGE, BLOCK_M, ROWS, BLOCK_D,
                 )  # fmt: skip
 
 
 @jit
 def _single_attention_kernel(
-    q, k_cache, v_cache, out, partial, ends, arrived, pos, qk_scale, v_scale,
-    S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, MERGE: tl.constexpr,
+    q, k_cache, v_cache, out, partial, ends, arrived, segments, P, T, qk_scale, v_scale,
+    H: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, MERGE: tl.constexpr,
     BLOCK_N: tl.constexpr, LEAST: tl.constexpr, BLOCK_D: tl.constexpr, DECODE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token with as many key/value heads as query heads, without tl.dot, which needs 16 rows:
-    each of the BLOCK_N positions read at a time has a running softmax of its own, and these are
-    merged at the end."""
+    """One token of each segment with as many key/value heads as query heads, without tl.dot, which
+    needs 16 rows: each of the BLOCK_N positions read at a time has a running softmax of its own,
+    and these are merged at the end."""
     gdc_launch_dependents(PDL)
-    head, split = tl.program_id(0), tl.program_id(1)
+    head, split, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    group = segment * H + head
+    first, start_pos, begin, _, _ = segment_of(segments, segment, False, T)
     offs_d = tl.arange(0, BLOCK_D)
     offs_n = tl.arange(0, BLOCK_N)
-    k_head = k_cache + head.to(tl.int64) * S * D
-    v_head = v_cache + head.to(tl.int64) * S * D
-    # Before the wait: the part of the first block that earlier steps have stored
-    start_pos = tl.load(pos)
+    offs_head = (head.to(tl.int64) * P + first) * D
+    k_head = k_cache + offs_head
+    v_head = v_cache + offs_head
+    offs_q = (begin * H + head) * D + offs_d
+    # Before the wait: the part of the first block that earlier passes have stored
     used, start, end = split_of(start_pos + 1, split, SPLITS, BLOCK_N, LEAST)
     if split < used:
         mask_old = start + offs_n < tl.minimum(end, start_pos)
@@ -399,7 +446,7 @@ def _single_attention_kernel(
         k = _load_cached(k_head + start * D, offs_n, offs_d, mask_old, D)
         v = _load_cached(v_head + start * D, offs_n, offs_d, mask_old, D)
         gdc_wait(PDL)
-        q_row = tl.load(q + head * D + offs_d, mask=offs_d < D, other=0.0).to(tl.float32) * qk_scale
+        q_row = tl.load(q + offs_q, mask=offs_d < D, other=0.0).to(tl.float32) * qk_scale
         k += _load_cached(k_head + start * D, offs_n, offs_d, mask_new, D)
         v += _load_cached(v_head + start * D, offs_n, offs_d, mask_new, D)
         row_max = tl.full([BLOCK_N], float("-inf"), tl.float32)
@@ -426,16 +473,17 @@ def _single_attention_kernel(
         total = tl.sum(row_sum * weight, 0)
         y = tl.sum(acc * weight[:, None], 0) * v_scale
         if used == 1:
-            tl.store(out + head * D + offs_d, (y / total).to(out.dtype.element_ty), mask=offs_d < D)
+            tl.store(out + offs_q, (y / total).to(out.dtype.element_ty), mask=offs_d < D)
         else:
-            index = head * SPLITS + split
+            index = group * SPLITS + split
             tl.store(ends + index * 2, peak)
             tl.store(ends + index * 2 + 1, total)
             tl.store(partial + index * D + offs_d, y, mask=offs_d < D)
-            if is_last(arrived + head, used):
+            if is_last(arrived + group, used):
                 _merge_splits(
-                    out, partial, ends, head, used, 1, H, 1, D, SPLITS, MERGE, 1, 1, BLOCK_D
-                )
+                    out, partial, ends, group, used, begin, head, 0, 1, 1,
+                    H, 1, D, SPLITS, MERGE, 1, 1, BLOCK_D,
+                )  # fmt: skip
 
 
 # ---- launching
@@ -445,21 +493,21 @@ def _single_attention_kernel(
 SPLIT_ROWS = 64
 
 
-def attention(q: Tensor, layer: LayerView, state: StateView, *, accumulate: str = "auto") -> Tensor:
+def attention(q: Tensor, layer: LayerView, pass_: PassView, *, accumulate: str = "auto") -> Tensor:
     T, H, D = q.shape
-    k, v = state.k[layer.index], state.v[layer.index]
+    k, v = pass_.k[layer.index], pass_.v[layer.index]
     assert all(t.is_contiguous() for t in (q, k, v)) and D % 8 == 0, (q.shape, k.shape, v.shape)
     out = q.new_empty(T, H * D)
-    rows = T * H // len(k)
+    rows = pass_.longest * H // len(k)  # of a segment, at most
     few_rows = None
-    if rows > 1 and hopper.attends_few(q, rows):
+    if rows > 1 and hopper.attends_few(q, pass_.longest, rows):
         few_rows = few_rows_sizes(q.device)
     if few_rows:
-        _launch_few_rows(q, k, v, out, state, few_rows)
-    elif rows <= SPLIT_ROWS:
-        _launch_split(q, k, v, out, state)
+        _launch_few_rows(q, k, v, out, pass_, few_rows)
+    elif rows <= SPLIT_ROWS or len(pass_.segments) > 1:
+        _launch_split(q, k, v, out, pass_)
     else:
-        _launch_prompt(q, k, v, out, state.device_pos, accumulate == "fp16")
+        _launch_prompt(q, k, v, out, pass_, accumulate == "fp16")
     return out
 
 
@@ -472,7 +520,7 @@ def _constants(q: Tensor, k: Tensor) -> tuple[tuple[float, float], dict]:
         format = E4M3.on(q.device)
         decode, gain = format.values_nan, format.gain
     block_d = max(16, triton.next_power_of_2(D))
-    constants = dict(S=k.shape[1], H=H, D=D, BLOCK_D=block_d, DECODE=decode)
+    constants = dict(H=H, D=D, BLOCK_D=block_d, DECODE=decode)
     return (gain * math.log2(math.e) / math.sqrt(D), gain), constants
 
 
@@ -492,17 +540,19 @@ def _split_scratch(
     return partial, ends, arrived
 
 
-def _launch_split(q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: StateView) -> None:
+def _launch_split(q: Tensor, k: Tensor, v: Tensor, out: Tensor, pass_: PassView) -> None:
     T, H, D = q.shape
-    KH = len(k)
-    rows = T * H // KH
+    KH, P, _ = k.shape
+    N = len(pass_.segments)
+    rows = pass_.longest * H // KH
     scales, constants = _constants(q, k)
-    sizes = split_sizes(q.device, rows)
+    sizes = single_row_sizes(q.device, N) if rows == 1 else split_sizes(q.device, rows)
     least = 1 if rows == 1 else 16  # rows, and positions: tl.dot needs 16 of each
-    padded = triton.next_power_of_2(rows)
+    padded = min(triton.next_power_of_2(rows), SPLIT_ROWS)
     block_m = max(padded, least)
     block_n = sizes.block if D <= 128 else max(sizes.block // 2, least)
-    splits = _splits(sizes, q.device, KH)
+    blocks = triton.cdiv(rows, block_m)
+    splits = _splits(sizes, q.device, KH * blocks * N)
     constants |= dict(
         SPLITS=splits,
         MERGE=min(splits, max(1, 4096 // (padded * constants["BLOCK_D"]))),
@@ -510,44 +560,48 @@ def _launch_split(q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: StateView
         LEAST=max(block_n, sizes.least),
         warps=sizes.warps,
     )
-    scratch = _split_scratch(state.scratch, KH, D, splits, block_m)
-    args = (q, k, v, out, *scratch, state.device_pos)
-    grid = (KH, splits)
+    scratch = _split_scratch(pass_.scratch, KH * blocks * N, D, splits, block_m)
+    args = (q, k, v, out, *scratch, pass_.segments, P, T, *scales)
+    grid = (KH * blocks, splits, N)
     if rows == 1:
-        launch(_single_attention_kernel, grid, q.device, *args, *scales, **constants)
+        launch(_single_attention_kernel, grid, q.device, *args, **constants)
     else:
-        constants |= dict(G=H // KH, BLOCK_M=block_m, ROWS=padded, stages=sizes.stages)
-        launch(_split_attention_kernel, grid, q.device, *args, T, *scales, **constants)
+        constants |= dict(G=H // KH, BLOCKS=blocks, BLOCK_M=block_m, ROWS=padded)
+        launch(_split_attention_kernel, grid, q.device, *args, **constants, stages=sizes.stages)
 
 
 def _launch_few_rows(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: StateView, sizes: SplitSizes
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, pass_: PassView, sizes: SplitSizes
 ) -> None:
     T, H, _ = q.shape
-    KH = len(k)
+    KH, P, _ = k.shape
+    N = len(pass_.segments)
     scales, constants = _constants(q, k)
-    groups = KH * triton.cdiv(T * H // KH, hopper.FEW_M)
-    splits = _splits(sizes, q.device, groups)
+    blocks = triton.cdiv(pass_.longest * H // KH, hopper.FEW_M)
+    splits = _splits(sizes, q.device, KH * blocks * N)
     block_d = max(64, constants["BLOCK_D"])
-    constants |= dict(G=H // KH, BLOCK_D=block_d, WARPS=sizes.warps, SPLITS=splits)
+    constants |= dict(G=H // KH, BLOCKS=blocks, BLOCK_D=block_d, WARPS=sizes.warps, SPLITS=splits)
     constants |= dict(LEAST=max(16 * sizes.warps, sizes.least), warps=sizes.warps)
-    scratch = _split_scratch(state.scratch, groups, block_d, splits, hopper.FEW_M)
-    args = (q, k, v, out, *scratch, state.device_pos, T, *scales)
-    launch(hopper.few_attention_kernel, (groups, splits), q.device, *args, **constants)
+    scratch = _split_scratch(pass_.scratch, KH * blocks * N, block_d, splits, hopper.FEW_M)
+    args = (q, k, v, out, *scratch, pass_.segments, P, T, *scales)
+    grid = (KH * blocks, splits, N)
+    launch(hopper.few_attention_kernel, grid, q.device, *args, **constants)
 
 
 def _launch_prompt(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, pos: Tensor, fp16_sums: bool
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, pass_: PassView, fp16_sums: bool
 ) -> None:
     T, H, D = q.shape
-    on_hopper = capability(q.device) == 90 and hopper.attends_prompt(q) and not fp16_sums
-    if on_hopper and k.dtype == torch.int8:
-        k, v = decode_caches(k, v, pos, T, q.dtype)
+    P, segments = k.shape[1], pass_.segments
     positions_at_once = SHARED_KEYS // (2 * D * k.element_size())
-    scales, constants = _constants(q, k)
-    if on_hopper:
-        hopper.prompt_attention(q, k, v, out, pos, scales[0], positions_at_once)
+    if capability(q.device) == 90 and hopper.attends_prompt(q) and not fp16_sums:
+        scales, _ = _constants(q, k)
+        in_pool = k.dtype != torch.int8
+        if not in_pool:
+            k, v = decode_caches(k, v, segments, pass_.size, q.dtype)
+        hopper.prompt_attention(q, k, v, out, segments, scales[0], positions_at_once, in_pool)
         return
+    scales, constants = _constants(q, k)
     # These fit into the 99 KB of shared memory that the smallest cards have
     if D > 128:
         block_m, block_n, stages = 64, 32, 2
@@ -565,7 +619,8 @@ def _launch_prompt(
         stages=stages,
     )
     grid = (triton.cdiv(T, block_m) * H,)
-    launch(_attention_kernel, grid, q.device, q, k, v, out, pos, T, *scales, **constants)
+    args = (q, k, v, out, segments, P, T, *scales)
+    launch(_attention_kernel, grid, q.device, *args, **constants)
 
 
 # ---- keys and values in 8 bits, decoded for Hopper's kernel for prompts
@@ -573,35 +628,42 @@ def _launch_prompt(
 
 @jit
 def _decode_caches_kernel(
-    k_cache, v_cache, k, v, pos, T, S, D,
+    k_cache, v_cache, k, v, segments, P, SIZE, D,
     BLOCK: tl.constexpr, DECODE: tl.constexpr, GAIN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Decode one head's keys and values of the positions that T tokens at pos see."""
+    """Decode one head's keys and values of the positions that the first segment sees."""
     gdc_launch_dependents(PDL)
-    head = tl.program_id(0).to(tl.int64) * S * D
+    first, start_pos, _, count, _ = segment_of(segments, 0, True, 0)
+    head = tl.program_id(0).to(tl.int64)
+    k_cache += (head * P + first) * D
+    v_cache += (head * P + first) * D
+    k += head * SIZE * D
+    v += head * SIZE * D
     gdc_wait(PDL)
-    end = (tl.load(pos) + T) * D
+    end = (start_pos + count) * D
     for start in range(tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):
         # Eight elements per thread, in the loads as in the stores
         offs = tl.max_contiguous(start + tl.arange(0, BLOCK), 8)
-        keys = DECODE(tl.load(k_cache + head + offs, mask=offs < end, other=0))
+        keys = DECODE(tl.load(k_cache + offs, mask=offs < end, other=0))
         keys = keys.to(tl.float32) * GAIN
-        values = DECODE(tl.load(v_cache + head + offs, mask=offs < end, other=0))
+        values = DECODE(tl.load(v_cache + offs, mask=offs < end, other=0))
         values = values.to(tl.float32) * GAIN
-        tl.store(k + head + offs, keys.to(k.dtype.element_ty), mask=offs < end)
-        tl.store(v + head + offs, values.to(v.dtype.element_ty), mask=offs < end)
+        tl.store(k + offs, keys.to(k.dtype.element_ty), mask=offs < end)
+        tl.store(v + offs, values.to(v.dtype.element_ty), mask=offs < end)
 
 
 def decode_caches(
-    k_cache: Tensor, v_cache: Tensor, pos: Tensor, T: int, dtype: torch.dtype
+    k_cache: Tensor, v_cache: Tensor, segments: Tensor, size: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values [KH, S, D] in E4M3, decoded to a 16-bit type as far as T tokens at pos see
-    them. The rest is not written."""
-    KH, S, D = k_cache.shape
-    format = E4M3.on(k_cache.device)
-    k = torch.empty_like(k_cache, dtype=dtype)
-    v = torch.empty_like(v_cache, dtype=dtype)
-    grid = (KH, triton.cdiv(16 * processors(pos.device), KH))
+    """Keys and values [KH, P, D] in E4M3 of the sequence that the first segment belongs to, of at
+    most `size` positions, decoded to a 16-bit type as far as the segment sees them: [KH, size, D].
+    The rest is not written."""
+    KH, P, D = k_cache.shape
+    device = k_cache.device
+    format = E4M3.on(device)
+    k, v = torch.empty(2, KH, size, D, dtype=dtype, device=device)
+    grid = (KH, triton.cdiv(16 * processors(device), KH))
+    args = (k_cache, v_cache, k, v, segments, P, size, D)
     sizes = dict(BLOCK=4096, DECODE=format.values_nan, GAIN=format.gain)
-    launch(_decode_caches_kernel, grid, pos.device, k_cache, v_cache, k, v, pos, T, S, D, **sizes)
+    launch(_decode_caches_kernel, grid, device, *args, **sizes)
     return k, v

@@ -24,7 +24,7 @@ from functools import cache
 from loading.files import text_of
 from loading.hub import DEFAULT_MODEL
 from talk.bench_flags import Test, parse_args
-from talk.cli import exit_code, import_torch, note, use_safe_streams
+from talk.cli import exit_code, import_torch, note, options_of, use_safe_streams
 
 if __name__ == "__main__":  # --help and errors in the command line do not wait for torch
     use_safe_streams()
@@ -37,15 +37,17 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from cards.cpu import cpu_product_dtype
+from engine import Engine, Sequence, Timings, generate
 from formats import Matrix
 from launch import jit, tl
-from loading.checkpoint import load
+from loading.checkpoint import load, open_tokenizer
 from loading.place import DTYPES
 from loading.random_model import random_model
-from model import Llama, State, Timings, generate
+from model import Llama
+from passes import Passes
 from products import tensor_core_format
 from ranks.processes import Ranks
-from settings import Sampling
+from settings import Options, Sampling
 from tokenizer import TextStream, Tokenizer
 
 # ---- the model to measure
@@ -57,11 +59,17 @@ def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: str)
     args.ranks.finish()  # no rank frees a model from whose memory others may still read
     gc.collect()  # frees a model that was measured before
     torch.cuda.empty_cache()
-    ctx_size = max(ctx_size, args.ctx_size or 0)
+    options = options_of(
+        args,
+        dtype=dtype,
+        ctx_size=max(ctx_size, args.ctx_size or 0),
+        parallel=max(vars(args).get("texts", [1])),
+        format=None if format == "none" else format,
+    )
     if args.model.startswith("random:"):
-        model = random_model(args, dtype, ctx_size, format)
+        model = random_model(args.model, Options(**options), args.ranks)
     else:
-        model = open_checkpoint(args, dtype, ctx_size, format)
+        model = open_checkpoint(args, **options)
     threads = args.threads or (1 if model.suits_one_thread else args.cores)
     if model.device.type == "cpu" and threads != torch.get_num_threads():
         torch.set_num_threads(threads)
@@ -70,12 +78,9 @@ def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: str)
     return model
 
 
-def open_checkpoint(args: argparse.Namespace, dtype: str, ctx_size: int, format: str) -> Llama:
+def open_checkpoint(args: argparse.Namespace, **options) -> Llama:
     """Sets args.folder, which transformers reads without asking the hub."""
-    names = ("device", "backend", "kv_fp8", "accumulate", "ranks")
-    flags = {name: getattr(args, name) for name in names}
-    flags["format"] = None if format == "none" else format
-    model = load(args.model, dtype=dtype, ctx_size=ctx_size, **flags)
+    model = load(args.model, ranks=args.ranks, **options)
     args.folder = model.checkpoint.folder
     return model
 
@@ -278,6 +283,9 @@ class Row:
     std: float | None  # None: a single run
     # Of the read ceiling for generation, of the product ceiling for a prompt
     percent_of_ceiling: float
+    # Milliseconds until a prompt of FIRST_PROMPT tokens has its first token while the other texts are
+    # being written; None for a test of prompts
+    first_ms: float | None = None
 
 
 def format_of(model: Llama) -> str:
@@ -309,50 +317,106 @@ def random_ids(model: Llama, count: int) -> list[int]:
 
 
 @torch.inference_mode()
-def prompt_speeds(model: Llama, state: State, test: Test, repetitions: int) -> list[float]:
+def prompt_speeds(engine: Engine, test: Test, repetitions: int) -> list[float]:
     """Tokens a second of each run."""
+    model = engine.model
     ids = random_ids(model, test.depth + test.n)
-    state.truncate(0)
-    if test.depth:
-        model.prefill(ids[: test.depth], state)
-
-    def run() -> None:
-        state.truncate(test.depth)
-        model.prefill(ids[test.depth :], state)
-
+    engine.passes.prefill(ids[: test.depth])
+    run = lambda: engine.passes.prefill(ids[test.depth :], test.depth)
     return [test.n / seconds for seconds in wall_times(run, model.device, repetitions)]
 
 
-def generation_speeds(model: Llama, state: State, test: Test, repetitions: int) -> list[float]:
+def generation_speeds(engine: Engine, test: Test, repetitions: int) -> list[float]:
     """Tokens a second of the whole loop, sampling and text included, after a prompt of at least one
     token."""
+    model = engine.model
     prompt = random_ids(model, max(test.depth, 1))
-    stream = TextStream(Tokenizer(DEFAULT_MODEL))
+    stream = TextStream(open_tokenizer(DEFAULT_MODEL))
     speeds = []
     for _ in range(1 + repetitions):
         timings = Timings()
         options = dict(sampling=Sampling(), eos=[], timings=timings)
-        for token in generate(model, prompt, state, test.n + 1, **options):
+        for token in generate(model, prompt, engine, test.n + 1, **options):
             stream.push(token)
         speeds.append(timings.steps / timings.step_seconds)
     return speeds[1:]
 
 
+FIRST_PROMPT = 512
+
+
+def begun(engine: Engine, prompt: list[int], n: int) -> Sequence:
+    """A text that has n tokens and begins as soon as there is a slot."""
+    sequence = Sequence(prompt, lambda token, score: False, n, Sampling())
+    engine.add(sequence)
+    return sequence
+
+
+def tokens_of(texts: list[Sequence]) -> int:
+    return sum(len(text.ids) for text in texts)
+
+
+def run_all(engine: Engine) -> None:
+    while not engine.idle:
+        engine.step()
+
+
+def several_speeds(engine: Engine, test: Test, repetitions: int) -> list[float]:
+    """Tokens a second of all texts together, while all of them are being written."""
+    prompts = [random_ids(engine.model, max(test.depth, 1)) for _ in range(test.texts)]
+    for prompt in prompts:
+        begun(engine, prompt, 1)
+    run_all(engine)  # what is measured finds its prompt evaluated
+    speeds = []
+    for _ in range(1 + repetitions):
+        texts = [begun(engine, prompt, test.n + test.texts) for prompt in prompts]
+        while engine.waiting or any(text.starts for text in texts):
+            engine.step()
+        before, start = tokens_of(texts), time.perf_counter()
+        while not any(text.finished for text in texts):
+            engine.step()
+        speeds.append((tokens_of(texts) - before) / (time.perf_counter() - start))
+        run_all(engine)
+    return speeds[1:]
+
+
+def first_token_ms(engine: Engine, test: Test) -> float:
+    """Milliseconds from the arrival of a prompt to its first token, beside texts that are being
+    written in all other slots."""
+    times = []
+    for _ in range(4):  # the first two may capture graphs
+        prompts = [random_ids(engine.model, max(test.depth, 1)) for _ in range(test.texts - 1)]
+        others = [begun(engine, prompt, test.n + 1) for prompt in prompts]
+        while engine.waiting or any(text.starts for text in others):
+            engine.step()
+        start = time.perf_counter()
+        length = min(FIRST_PROMPT, engine.size - 1)
+        text = begun(engine, random_ids(engine.model, length), 1)
+        while not text.finished:
+            engine.step()
+        times.append(1e3 * (time.perf_counter() - start))
+        run_all(engine)
+    return min(times[2:])
+
+
 def bound(model: Llama, test: Test) -> float:
     """Tokens a second at the ceiling: the product rate for a prompt, the read bandwidth for
-    generation."""
+    generation, where a pass reads the matrices once and the cache of each text."""
     if test.kind == "pp":
         rate = product_ceiling(model.device, product_dtype(model))
         return rate * test.n / prefill_operations(model, test.n, test.depth)
-    return read_ceiling(model.device) / decode_bytes(model, test.depth + test.n / 2)
+    moved = decode_bytes(model, test.texts * (test.depth + test.n / 2))
+    return test.texts * read_ceiling(model.device) / moved
 
 
 def throughput(args: argparse.Namespace, dtype: str, format: str) -> Iterator[Row]:
     """The rows of one model: prompts, then generation, at each depth."""
     start = time.perf_counter()
-    model = open_model(args, dtype, max(test.depth + test.n for test in args.tests) + 1, format)
+    model = open_model(
+        args, dtype, max(test.depth + test.n + test.texts for test in args.tests), format
+    )
     loaded = time.perf_counter() - start
-    state, device = State(model), model.device
+    device = model.device
     note(
         f"loaded in {loaded:.2f} s on {device}{args.ranks.described(bool(model.exchange), device)}"
     )
@@ -371,11 +435,21 @@ def throughput(args: argparse.Namespace, dtype: str, format: str) -> Iterator[Ro
         format=format_of(model),
         kv="e4m3" if model.kv_fp8 else dtype_name,
     )
-    for test in args.tests:
-        speeds_of = prompt_speeds if test.kind == "pp" else generation_speeds
-        mean, std = spread(speeds_of(model, state, test, args.repetitions))
-        yield Row(**about, test=str(test), tokens_per_s=mean, std=std,
-            percent_of_ceiling=percent(mean, bound(model, test)))  # fmt: skip
+    for texts, tests in itertools.groupby(args.tests, key=lambda test: test.texts):
+        engine = Engine(model, texts)
+        for test in tests:
+            first_ms = None
+            if test.kind == "pp":
+                speeds = prompt_speeds(engine, test, args.repetitions)
+            elif texts == 1:
+                speeds = generation_speeds(engine, test, args.repetitions)
+            else:
+                speeds = several_speeds(engine, test, args.repetitions)
+            if test.kind == "tg":
+                first_ms = first_token_ms(engine, test)
+            mean, std = spread(speeds)
+            yield Row(**about, test=str(test), tokens_per_s=mean, std=std,
+                percent_of_ceiling=percent(mean, bound(model, test)), first_ms=first_ms)  # fmt: skip
     as_dtype = product_dtype(model)
     read, product = read_ceiling(device) / 1e9, product_ceiling(device, as_dtype) / 1e12
     name = str(as_dtype).removeprefix("torch.")
@@ -436,19 +510,18 @@ def perplexity(
     if bos < 0:
         before, ids = ids, ids[1:]
     models = [m for m in (model, against) if m is not None]
-    states = [State(m, ctx) for m in models]
+    passes = [Passes(m, 1, ctx) for m in models]
     end = 0
     for start in range(0, len(ids), stride):
         skip = end - start  # tokens that counted in the window before
         end = min(start + ctx, len(ids))
         window = [before[start], *ids[start:end]]
-        for m, state in zip(models, states):
-            state.truncate(0)
-            if skip:
-                m.prefill(window[:skip], state)
-        tokens = torch.tensor(window[skip:], device=model.device)
-        for part, goal in zip(tokens[:-1].split(AT_ONCE), tokens[1:].split(AT_ONCE)):
-            logs = [m.forward(part, state).log_softmax(-1) for m, state in zip(models, states)]
+        for each in passes:
+            each.prefill(window[:skip])
+        for first in range(skip, len(window) - 1, AT_ONCE):
+            part = window[first : min(first + AT_ONCE, len(window) - 1)]
+            goal = torch.tensor(window[first + 1 :][: len(part)], device=model.device)
+            logs = [each.forward(part, first).log_softmax(-1) for each in passes]
             losses = [functional.nll_loss(log, goal, reduction="none").cpu() for log in logs]
             found = {"loss": losses[0]}
             if against is not None:
@@ -466,8 +539,11 @@ def run_perplexity(args: argparse.Namespace) -> None:
         text = text_of(f, args.perplexity, 1 << 30)
     if args.model.startswith("random:"):
         raise ValueError("a text needs a checkpoint with a tokenizer, not random weights")
-    model = open_checkpoint(args, args.dtype[0], args.ctx_size, args.format[0])
-    tokenizer = Tokenizer(model.checkpoint.folder, model.config.vocab_size, model.config.bos_id)
+    (dtype,), (format,) = args.dtype, args.format
+    options = options_of(args, dtype=dtype, format=None if format == "none" else format)
+    model = open_checkpoint(args, **options)
+    files = model.checkpoint.tokenizer_files()
+    tokenizer = Tokenizer(files, model.config.vocab_size, model.config.bos_id)
     ids = tokenizer.encode(text, bos=False)
     count = len(ids)
     if tokenizer.bos < 0:
@@ -482,8 +558,9 @@ def run_perplexity(args: argparse.Namespace) -> None:
             raise ValueError(
                 f"--against needs the original: {model.checkpoint.folder} holds {name} matrices"
             )
-        plain = argparse.Namespace(**vars(args) | {"kv_fp8": False, "accumulate": "fp32"})
-        against = open_checkpoint(plain, args.against, args.ctx_size, "none")
+        plain = dict(dtype=args.against, format=None, kv_fp8=False, accumulate="fp32")
+        against = open_checkpoint(args, **options | plain)
+    note(f"{model.backend} ops on {device_name(model.device, args.ranks)}")
     parts = []
     total, done = 0.0, 0
     with tqdm(total=count, unit=" tokens", disable=None, leave=False) as bar:
@@ -524,6 +601,7 @@ def exit_code_of(run: Callable[[argparse.Namespace], None], args: argparse.Names
 
 
 LEGEND = """\
+first_ms: milliseconds to the first token after a prompt of 512, while the other texts are written
 percent_of_ceiling: the share of the speed at which memory can be read (tg) or matrices can be
 multiplied (pp)"""
 

@@ -11,9 +11,8 @@ The experts' matrices are a stack: they lie one after the other in one Matrix, w
 w2 [E C, F], where F is the hidden_dim of one expert. A slot is one of the k places of a token.
 Weights are applied to the hidden values, so that what follows is a plain sum over the slots.
 
-Read in this order: the router; the products, by products.py with up to 16 tokens where launch.json
-has sizes, otherwise by the kernel here; their epilogues; last the two ops that kernels.py asks for
-in a layer with experts."""
+Read in this order: the router; the products, by the kernels in products.py; their epilogues; last
+the two ops that kernels.py asks for in a layer with experts."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
@@ -25,12 +24,21 @@ from torch import Tensor
 from torch.nn import functional
 
 import products
-from attention import LayerView, StateView
-from cards.sizes import grouped_sizes
-from formats import Matrix, columns_of, row_scale
+from attention import LayerView, PassView
+from cards.sizes import ManySizes, many_sizes
+from formats import Experts, Matrix
 from fp8 import E4M3, E4M3_NATIVE
-from launch import EMULATED, gdc_launch_dependents, gdc_wait, is_last, jit, launch, tl, triton
-from products import MAX_FEW, Epilogue, Experts, Plan, Product, Slots, Stack
+from launch import (
+    EMULATED,
+    gdc_launch_dependents,
+    gdc_wait,
+    is_last,
+    jit,
+    launch,
+    tl,
+    triton,
+)
+from products import MAX_FEW, Epilogue, Product, Slots, Stack
 
 ROUTER_ROWS = 4  # of a program
 
@@ -49,16 +57,16 @@ class Routes(NamedTuple):
 # ---- the router
 
 
-def route_ref(x: Tensor, layer: LayerView, state: StateView) -> Routes | None:
+def route_ref(x: Tensor, layer: LayerView, pass_: PassView) -> Routes | None:
     """x [T, C]. Returns None for a layer without experts."""
     if layer.router is None:
         return None
-    normed = functional.rms_norm(x.float(), x.shape[1:], layer.ffn_norm.float(), state.norm_eps)
+    normed = functional.rms_norm(x.float(), x.shape[1:], layer.ffn_norm.float(), pass_.norm_eps)
     logits = functional.linear(normed, layer.router.dense().float()) * layer.router_gain
     logits = torch.where(logits.isnan(), -torch.inf, logits)
-    ids = logits.sort(dim=1, descending=True, stable=True).indices[:, : state.experts_per_token]
+    ids = logits.sort(dim=1, descending=True, stable=True).indices[:, : pass_.experts_per_token]
     weights = logits.softmax(1).gather(1, ids)
-    if state.norm_topk:
+    if pass_.norm_topk:
         weights = weights / weights.sum(1, keepdim=True)
     return Routes(ids.int(), weights)
 
@@ -201,28 +209,28 @@ def _sort_kernel(ids, order, counts, COUNT, BLOCK: tl.constexpr, PDL: tl.constex
     tl.store(counts + expert, count)
 
 
-def route(x: Tensor, layer: LayerView, state: StateView) -> Routes | None:
+def route(x: Tensor, layer: LayerView, pass_: PassView) -> Routes | None:
     if layer.router is None:
         return None
     T = len(x)
-    E, k = layer.router.rows, state.experts_per_token
+    E, k = layer.router.rows, pass_.experts_per_token
     numbers = partial(x.new_empty, dtype=torch.int32)
     routes = Routes(numbers(T, k), x.new_empty(T, k, dtype=torch.float32))
     if T > 1:
         routes = routes._replace(order=numbers(T * k), counts=numbers(E))
     if T > MAX_FEW:
-        _route_prompt(x, layer, state, routes)
+        _route_prompt(x, layer, pass_, routes)
     else:
-        _route_few(x, layer, state, routes)
+        _route_few(x, layer, pass_, routes)
     return routes
 
 
-def _route_few(x: Tensor, layer: LayerView, state: StateView, routes: Routes) -> None:
+def _route_few(x: Tensor, layer: LayerView, pass_: PassView, routes: Routes) -> None:
     T, C = x.shape
-    E, k = layer.router.rows, state.experts_per_token
-    logits = state.scratch.zeros("router logits", MAX_FEW, E)
-    arrived = state.scratch.zeros("router arrived", MAX_FEW + 1, dtype=torch.int32)
-    args = (x, layer.ffn_norm, layer.router.data, state.norm_eps, layer.router_gain)
+    E, k = layer.router.rows, pass_.experts_per_token
+    logits = pass_.scratch.zeros("router logits", MAX_FEW, E)
+    arrived = pass_.scratch.zeros("router arrived", MAX_FEW + 1, dtype=torch.int32)
+    args = (x, layer.ffn_norm, layer.router.data, pass_.norm_eps, layer.router_gain)
     block = triton.next_power_of_2(C)
     launch(
         _route_kernel,
@@ -236,7 +244,7 @@ def _route_few(x: Tensor, layer: LayerView, state: StateView, routes: Routes) ->
         E=E,
         C=C,
         SLOTS=k,
-        NORM_TOPK=state.norm_topk,
+        NORM_TOPK=pass_.norm_topk,
         ROWS=ROUTER_ROWS,
         BLOCK=block,
         BLOCK_E=triton.next_power_of_2(E),
@@ -245,14 +253,14 @@ def _route_few(x: Tensor, layer: LayerView, state: StateView, routes: Routes) ->
     )
 
 
-def _route_prompt(x: Tensor, layer: LayerView, state: StateView, routes: Routes) -> None:
+def _route_prompt(x: Tensor, layer: LayerView, pass_: PassView, routes: Routes) -> None:
     T, C = x.shape
-    E, k = layer.router.rows, state.experts_per_token
+    E, k = layer.router.rows, pass_.experts_per_token
     logits = x.new_empty(T, E, dtype=torch.float32)
-    args = (x, layer.ffn_norm, layer.router.data, state.norm_eps, layer.router_gain, logits, T)
+    args = (x, layer.ffn_norm, layer.router.data, pass_.norm_eps, layer.router_gain, logits, T)
     sizes = dict(E=E, C=C, BLOCK_E=16, BLOCK=min(128, max(16, triton.next_power_of_2(C))))
     launch(_logits_kernel, (triton.cdiv(T, 16), triton.cdiv(E, 16)), x.device, *args, **sizes)
-    sizes = dict(E=E, SLOTS=k, NORM_TOPK=state.norm_topk, BLOCK_E=triton.next_power_of_2(E))
+    sizes = dict(E=E, SLOTS=k, NORM_TOPK=pass_.norm_topk, BLOCK_E=triton.next_power_of_2(E))
     launch(_pick_kernel, (T,), x.device, logits, routes.ids, routes.weights, **sizes)
     block = min(2048, triton.next_power_of_2(T * k))
     args = (routes.ids, routes.order, routes.counts, T * k)
@@ -261,17 +269,9 @@ def _route_prompt(x: Tensor, layer: LayerView, state: StateView, routes: Routes)
 
 # ---- their products
 #
-#      With one token, the kernels in products.py take the matrices that it has chosen. With
-#      several, one launch multiplies all of them.
-#
-#      The slots are sorted by expert. The programs of a row of the grid take a block of slots that
-#      chose the same expert. Which expert and which slots these are follows from how many each
-#      expert has. So the grid depends on numbers of tokens only, and can be captured: the programs
-#      beyond the last block end at once.
-#
-#      Up to 16 tokens, products._few_kernel does it where launch.json has sizes for it. All others
-#      go through the kernel below, which decodes tiles of W, in any format, or hands E4M3
-#      codes to the tensor cores as they are.
+#      The kernels in products.py take the matrices of the experts that were chosen: with one token
+#      by their ids, with several all in one launch. A long prompt is multiplied as E4M3 codes where
+#      launch.json has sizes for that.
 
 
 def slots_ref(x: Tensor, w: Matrix, N: int, routes: Routes) -> Tensor:
@@ -286,116 +286,24 @@ def slots_ref(x: Tensor, w: Matrix, N: int, routes: Routes) -> Tensor:
     return y
 
 
-@jit
-def _tile_of_x(x, rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr):
-    """Rows of x in columns k to k + BLOCK_K as W has them: [ROWS, BLOCK_K]."""
-    if FORMAT.column_at is None:
-        offs_k = k + tl.arange(0, BLOCK_K)
-        pointers = x + rows[:, None] * K + offs_k[None, :]
-        if K % BLOCK_K == 0:
-            return tl.load(pointers)
-        else:
-            return tl.load(pointers, mask=offs_k[None, :] < K, other=0.0)
-    else:
-        runs = tl.arange(0, BLOCK_K // 8)[:, None] * 8
-        stored = k + runs + tl.arange(0, 8)[None, :]
-        columns = columns_of(stored, K, FORMAT)
-        pointers = x + rows[:, None, None] * K + columns[None, :, :]
-        tile = tl.load(pointers, mask=(stored < K)[None, :, :], other=0.0)
-        return tile.reshape(rows.shape[0], BLOCK_K)
-
-
-@jit
-def _grouped_kernel(
-    x, x_scales, w, args, order, counts, N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr,
-    EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    FORMAT: tl.constexpr, EPILOGUE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The products of up to TOKENS slots with ROWS rows of their expert, handed to an epilogue.
-    With x_scales, the scales of its rows, x and W are 8-bit floats."""
-    gdc_launch_dependents(PDL)
-    row = tl.program_id(0) * ROWS
-    rows = row + tl.arange(0, ROWS)
-    gdc_wait(PDL)
-    expert, begin, T = products.block_of(counts, tl.program_id(1), TOKENS, EXPERTS)
-    if T <= 0:
-        return
-    slots = tl.load(order + begin + tl.minimum(tl.arange(0, TOKENS), T - 1))
-    x_rows = (slots // EXPERTS.shared).to(tl.int64)
-    w_rows = expert.to(tl.int64) * N + tl.minimum(rows, N - 1)
-    start = w_rows[:, None] * K
-    acc = tl.zeros([ROWS, TOKENS], tl.float32)
-    for k in tl.range(0, K, BLOCK, num_stages=STAGES):
-        w_tile = FORMAT.load(w, start, k, None if K % BLOCK == 0 else K - k, BLOCK, 8, FORMAT.group)
-        x_tile = _tile_of_x(x, x_rows, k, K, BLOCK, FORMAT)
-        if EMULATED:  # the interpreter's own bf16 products are wrong
-            x_tile = x_tile.to(tl.float32)
-        if x_scales is None:
-            w_tile = FORMAT.values(w_tile, FORMAT.scales_of).to(x_tile.dtype)
-        acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
-    if x_scales is not None:
-        acc *= tl.load(x_scales + x_rows)[None, :]
-    if FORMAT.gain is not None:
-        acc *= row_scale(w, w_rows, rows < N, FORMAT.gain)[:, None]
-    args = args + (order + begin,)
-    SIZES: tl.constexpr = EPILOGUE.sizes
-    ready = EPILOGUE.prepare(args, row, T, N, ROWS, TOKENS, SIZES)
-    EPILOGUE.store(args, acc, ready, row, T, N, ROWS, TOKENS, SIZES)
-
-
-# How many slots an expert must have on average, before its 4-bit matrices are recoded for the 8-bit
-# tensor cores: below, that takes longer than it saves
-RECODED_FROM = 16
-
-
-def _on_tensor_cores(w: Matrix, accumulate: str, each: int) -> bool:
-    """Whether 8-bit tensor cores multiply a prompt by experts. Unlike the library's, these sums
-    are never moved to fp32 registers, so "fp32" leaves the tensor cores. each: how many slots an
-    expert has on average."""
-    if accumulate == "fp32" or E4M3.on(w.data.device) is not E4M3_NATIVE:
-        return False
-    if w.format is E4M3:
-        return True
-    return w.format is not None and w.format.e4m3_bound > 0 and each >= RECODED_FROM
+def _coded_sizes(w: Matrix, accumulate: str, each: int) -> ManySizes | None:
+    """How 8-bit tensor cores multiply a prompt, as E4M3 codes, by experts, whose matrices are first
+    rewritten if they have another format. Unlike the library's, these sums are never moved to fp32
+    registers, so "fp32" leaves the tensor cores. each: how many slots an expert has on average.
+    Returns None if decoded values are multiplied."""
+    native = E4M3.on(w.data.device) is E4M3_NATIVE
+    coded = w.format is E4M3 or w.format is not None and w.format.e4m3_bound > 0
+    if accumulate == "fp32" or not native or not coded:
+        return None
+    return many_sizes(w.data.device, w.bits, "codes", each)
 
 
 def copy_bytes(w: Matrix, accumulate: str, each: int) -> int:
     """What a prompt's product allocates to multiply by experts: a copy in E4M3. 0 if they are
-    multiplied as they are stored, or decoded tile by tile. each: see _on_tensor_cores."""
-    if w.format is E4M3 or not _on_tensor_cores(w, accumulate, each):
+    multiplied as they are stored, or decoded tile by tile. each: see _coded_sizes."""
+    if w.format is E4M3 or not _coded_sizes(w, accumulate, each):
         return 0
     return E4M3.nbytes(*w.shape)
-
-
-def _launch_grouped(
-    product: Product, epilogue: Epilogue, args: tuple, slots: Slots, accumulate: str
-) -> None:
-    """_launch_several by the kernel above: of a prompt, or of a few tokens for which launch.json has
-    no sizes."""
-    _, x, w, norm, eps = product
-    order, counts, experts = slots
-    count, E = len(order), len(counts)
-    rows = w.rows // E
-    tensors = w.tensors
-    x_scales = None
-    if _on_tensor_cores(w, accumulate, count // E):
-        w = products.as_e4m3(w)
-        codes, x_scales = products.encode_rows(x, norm, eps)
-        x = codes.view(E4M3.dtype)
-        tensors = (w.data.view(E4M3.dtype), w.tensors[1])
-    else:
-        x = product.normed()
-    sizes = grouped_sizes(x.device, w.bits, count // E)
-    constants = dict(
-        TOKENS=sizes.block,
-        ROWS=sizes.rows,
-        BLOCK=sizes.columns * 2 // x.element_size(),
-        STAGES=sizes.stages,
-    )
-    blocks = min(count, triton.cdiv(count, sizes.block) + E - 1)
-    plan = Plan(_grouped_kernel, (triton.cdiv(rows, sizes.rows), blocks), sizes.warps, constants)
-    args = (x, x_scales, tensors, args, order, counts)
-    products.launch_plan(plan, args, w, rows, epilogue, EXPERTS=experts)
 
 
 def _launch_several(
@@ -403,14 +311,24 @@ def _launch_several(
 ) -> None:
     """launch_product of several tokens: of all slots with the matrices of their experts. x has a
     row for each token or each slot."""
+    op, x, w, norm, eps = product
     T, k = routes.ids.shape
     E = len(routes.counts)
-    experts = Experts(E, triton.next_power_of_2(E), T * k // len(product.x))
+    each = T * k // E
+    experts = Experts(E, triton.next_power_of_2(E), T * k // len(x))
     slots = Slots(routes.order, routes.counts, experts)
+    coded = _coded_sizes(w, accumulate, each)
     if products.few_tile(product, T):
         products.launch_few(product, epilogue, args, T, slots)
+    elif coded:
+        w = products.as_e4m3(w)
+        codes, x_scales = products.encode_rows(x, norm, eps)
+        w = Matrix((w.data.view(E4M3.dtype), w.tensors[1]), E4M3)
+        product = Product(op, codes.view(E4M3.dtype), w)
+        products.launch_many(product, epilogue, args, coded, slots, x_scales)
     else:
-        _launch_grouped(product, epilogue, args, slots, accumulate)
+        sizes = many_sizes(x.device, w.bits, "experts", each)
+        products.launch_many(product, epilogue, args, sizes, slots)
 
 
 # ---- their epilogues
@@ -419,15 +337,14 @@ def _launch_several(
 
 
 @jit
-def _prepare_slots(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
+def _prepare_slots(args, rows, i, T, N, TOKENS: tl.constexpr, SIZES: tl.constexpr):
     """The rows, the numbers of the slots, of which there are T, and the slots."""
-    rows, i = products.rows_and_tokens(row, ROWS, TOKENS)
     return rows, i, tl.load(args[-1] + i, mask=i < T, other=0).to(tl.int64)
 
 
 @jit
 def _store_slots(
-    args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
+    args, y, ready, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
 ):
     """Store the products in args[0] [T k, N]."""
     rows, i, slots = ready
@@ -443,21 +360,20 @@ class Hidden(NamedTuple):
 
 
 @jit
-def _prepare_hidden(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
+def _prepare_hidden(args, offs_f, i, T, N, TOKENS: tl.constexpr, SIZES: tl.constexpr):
     """The same for h, and the slots' weights. With one token, a program has a single slot, and has
     waited for the router."""
     if TOKENS == 1:
-        offs_f, i = products.rows_and_tokens(row // 2, ROWS // 2, TOKENS)
         slot = tl.program_id(1)
         return offs_f, i, slot, tl.load(args[1] + slot, cache_modifier=".cg")
     else:
-        offs_f, i, slots = _prepare_slots(args, row // 2, T, N // 2, ROWS // 2, TOKENS, SIZES)
+        _, _, slots = _prepare_slots(args, offs_f, i, T, N, TOKENS, SIZES)
         return offs_f, i, slots, tl.load(args[1] + slots)
 
 
 @jit
 def _store_hidden(
-    args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
+    args, y, ready, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
 ):
     """Store silu(a) * b of neighbouring rows a and b, times the slots' weights, in args[0]
     [T k, F]."""
@@ -500,14 +416,12 @@ def _add_slots(y: Tensor, residual: Tensor) -> Tensor:
 # ---- the ops
 
 
-def swiglu(
-    x: Tensor, layer: LayerView, state: StateView, routes: Routes, accumulate: str
-) -> Tensor:
+def swiglu(x: Tensor, layer: LayerView, pass_: PassView, routes: Routes, accumulate: str) -> Tensor:
     """kernels.rmsnorm_swiglu of each slot, times its weight: [T, k, F]."""
     F = layer.w13.rows // layer.router.rows // 2
     h = x.new_empty(*routes.ids.shape, F)
-    product = Product("experts_swiglu", x, layer.w13, layer.ffn_norm, state.norm_eps)
-    epilogue = Epilogue(_prepare_hidden, _store_hidden, Hidden(F))
+    product = Product("experts_swiglu", x, layer.w13, layer.ffn_norm, pass_.norm_eps)
+    epilogue = Epilogue(_prepare_hidden, _store_hidden, Hidden(F), pairs=True)
     args = (h, routes.weights)
     if len(x) == 1:
         products.launch_single(product, epilogue, args, Stack(routes.ids[0], 2 * F, 1))

@@ -90,6 +90,10 @@ class Format:
     # to E4M3; 0 in others
     e4m3_bound: float = 0.0
     codes_each: int = 1  # codes in an element of the first tensor
+    # How many columns share an element of each tensor but the first and, where rows have scales, the
+    # last. Only for cards/hopper.py, which multiplies many tokens: None if it cannot. It takes 8-bit
+    # codes in order, and 4-bit ones as bits/codes4.py has them
+    groups: tuple[int, ...] | None = None
 
     @property
     def cache_key(self) -> str:
@@ -155,7 +159,7 @@ class Format:
             raise ValueError("scales that are not positive and finite")
 
     def multiply(self, tensors: Tensors, factor: float) -> None:
-        """Multiply the matrix by a power of two, in place: the last tensor holds its scales."""
+        """Multiply the matrix, in place: the last tensor holds its scales, in float32."""
         tensors[-1].mul_(factor)
 
     def on(self, device: torch.device) -> Format:
@@ -223,7 +227,7 @@ def some_rows(
     CPU as many as fit into its caches. Raises ValueError for NaN or a magnitude beyond `most`: this
     check is the only place where encoding waits for the GPU, which encodes one matrix while the
     next is read."""
-    extremes = torch.stack(weights.aminmax()).abs()
+    extremes = torch.stack(weights.aminmax()).float().abs()  # in fp16, `most` would be infinite
     if not (extremes <= most).all():
         worst = "NaN or inf" if not extremes.isfinite().all() else f"a weight beyond {most:g}"
         raise ValueError(f"{worst} cannot be stored in this format")
@@ -349,6 +353,29 @@ def first_rows(ids, N, SUMMED: tl.constexpr):
         for slot in tl.static_range(SUMMED):
             first += (tl.load(ids + slot, cache_modifier=".cg").to(tl.int64) * N,)
     return first
+
+
+class Experts(NamedTuple):
+    """What kernels need to know of a stack of experts' matrices."""
+
+    count: int
+    padded: int  # the next power of two
+    shared: int  # how many slots have the same row of x
+
+
+@jit
+def block_of(counts, offs_e, block, SIZE: tl.constexpr, EXPERTS: tl.constexpr):
+    """Among blocks of at most SIZE slots that chose the same expert, the one with this index: its
+    expert, where its slots begin among the sorted ones, and how many they are; 0 or less beyond the
+    last block. offs_e: 0 to EXPERTS.padded."""
+    count = tl.load(counts + offs_e, mask=offs_e < EXPERTS.count, other=0)
+    blocks = (count + SIZE - 1) // SIZE
+    expert = tl.sum((tl.cumsum(blocks, 0) <= block).to(tl.int32), 0)
+    before = offs_e < expert
+    first = (block - tl.sum(tl.where(before, blocks, 0), 0)) * SIZE
+    begin = tl.sum(tl.where(before, count, 0), 0) + first
+    left = tl.sum(tl.where(offs_e == expert, count, 0), 0) - first
+    return expert, begin, tl.minimum(left, SIZE)
 
 
 @jit

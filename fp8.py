@@ -129,6 +129,7 @@ E5M2 = Float8(
     load=load_elements,
     values=_e5m2_values,
     gain=1.0,
+    groups=(),
     # A permutation of bytes puts each code above a zero byte
     half2=("prmt.b32 p, SOURCE, 0, 0x1404;", "prmt.b32 p, SOURCE, 0, 0x3424;"),
     dtype=torch.float8_e5m2,
@@ -181,6 +182,7 @@ E4M3 = Float8(
     load=load_elements,
     values=e4m3_values,
     gain=256.0,
+    groups=(),
     half2=E4M3_HALF2,
     values_nan=_e4m3_values_nan,
     encode_tile=e4m3_encode,

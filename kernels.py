@@ -16,9 +16,10 @@ is in bits/ (codes in groups), cards/ (Hopper's kernels, a CPU's products) and r
 
 Shape letters, here and everywhere:
 
-    T new tokens        S cached positions    V vocabulary    L layers
-    C dim               F hidden_dim          N, K  rows and columns of any matrix
-    H query heads       KH key/value heads    G = H / KH      D head_dim
+    T new tokens        P places of the cache   V vocabulary    L layers
+    N segments          S positions in use      R sampled rows
+    C dim               F hidden_dim            N, K  rows and columns of any matrix
+    H query heads       KH key/value heads      G = H / KH      D head_dim
 
 Words, here and everywhere; formats.py and bits/groups.py have those for weights (code, word, group, run, half2):
 
@@ -28,16 +29,17 @@ Words, here and everywhere; formats.py and bits/groups.py have those for weights
     slot          one of the k places of a token for an expert
     chunk         one of the pieces in which a prompt is evaluated
 
-There is one sequence at a time, so there is no batch axis. An op of the model takes x, the weights
-that it needs (a layer, a matrix or a norm) and, if it reads or writes the sequence, its state: most
-are op(x, layer, state). `pos` is a one-element int32 tensor on the device that says how many positions
-are cached before the T new ones. Its value is called start_pos. Kernels take contiguous tensors and
-derive strides from shapes.
+A pass evaluates the new tokens of one or of several sequences, one after the other as the T rows of
+x, so there is no batch axis. A sequence's rows in a pass are a segment. An op of the model takes x,
+the weights that it needs (a layer, a matrix or a norm) and, if it depends on what the rows are, the
+pass: most are op(x, layer, pass_). Its tensors say on the device where each row lies in the cache
+(place) and how many tokens of its sequence come before it (position). Kernels take contiguous tensors
+and derive strides from shapes.
 
 One op is one block: formula and shapes, the reference, the kernel or the epilogue, the launcher.
 `reference` (--backend torch) has the functions whose names end in _ref. It runs on any torch
 device: it is the CPU path, and the oracle in tests. `fused` (--backend triton) runs on CUDA, and on
-CPU tensors when TRITON_INTERPRET=1. README.md says what else an op needs. Products that launch.json
+CPU tensors when TRITON_INTERPRET=1. MANUAL.md says what else an op needs. Products that launch.json
 does not list take its default sizes."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
@@ -51,7 +53,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import experts
-from attention import LayerView, StateView, attention, attention_ref, to_cache, to_cache_ref
+from attention import LayerView, PassView, attention, attention_ref, to_cache, to_cache_ref
 from bits.int4 import INT4
 from experts import Routes, route, route_ref
 from formats import Format, Matrix
@@ -66,51 +68,91 @@ from products import (
     launch_product,
     library_product,
     linear_ref,
+    prepare_rows,
     rmsnorm,
     rmsnorm_ref,
-    rows_and_tokens,
     silu_mul,
 )
 from sampling import sample, sample_ref
 
-# ---- embedding: x = table[tokens[pos : pos + T]]. tokens int32 [S], table [V, C] -> [T, C]
+# ---- embedding: x = table[tokens[place]]. tokens int32 [P], table [V, C] -> [T, C]
 
 
-def embedding_ref(T: int, table: Tensor, state: StateView) -> Tensor:
-    start_pos = int(state.device_pos)
-    return functional.embedding(state.tokens[start_pos : start_pos + T], table)
+def embedding_ref(table: Tensor, pass_: PassView) -> Tensor:
+    return functional.embedding(pass_.tokens.index_select(0, pass_.place), table)
 
 
 @jit
 def _embedding_kernel(
-    tokens, pos, table, out, C: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    tokens, place, table, out, C: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     gdc_launch_dependents(PDL)
     offs_c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gdc_wait(PDL)
     t = tl.program_id(0)
-    token = tl.load(tokens + tl.load(pos) + t).to(tl.int64)
+    token = tl.load(tokens + tl.load(place + t)).to(tl.int64)
     mask = offs_c < C
     pointers = out + t * C + offs_c
     tl.store(pointers, tl.load(table + token * C + offs_c, mask=mask), mask=mask)
 
 
-def embedding(T: int, table: Tensor, state: StateView) -> Tensor:
-    C = table.shape[1]
+def embedding(table: Tensor, pass_: PassView) -> Tensor:
+    T, C = len(pass_.place), table.shape[1]
     out = table.new_empty(T, C)
-    args = (state.tokens, state.device_pos, table, out)
+    args = (pass_.tokens, pass_.place, table, out)
     launch(_embedding_kernel, (T, triton.cdiv(C, 1024)), out.device, *args, C=C, BLOCK=1024)
     return out
 
 
+# ---- side_by_side: [rmsnorm(table[tokens[place]]), rmsnorm(state)], what a head's attention reads
+#      (speculation/heads.py). table [V, C], norms [2, C], state [T, C] -> [T, 2 C]
+
+
+def side_by_side_ref(table: Tensor, norms: Tensor, state: Tensor, pass_: PassView) -> Tensor:
+    halves = zip((embedding_ref(table, pass_), state), norms)
+    return torch.cat([rmsnorm_ref(x, norm, pass_.norm_eps) for x, norm in halves], 1)
+
+
+@jit
+def _side_by_side_kernel(
+    tokens, place, table, norms, state, out, eps,
+    C: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    gdc_launch_dependents(PDL)
+    t, half = tl.program_id(0), tl.program_id(1)
+    offs_c = tl.arange(0, BLOCK)
+    mask = offs_c < C
+    weights = tl.load(norms + half * C + offs_c, mask=mask, other=0.0).to(tl.float32)
+    at = tl.load(place + t)
+    gdc_wait(PDL)
+    if half == 0:
+        token = tl.load(tokens + at).to(tl.int64)
+        y = tl.load(table + token * C + offs_c, mask=mask, other=0.0).to(tl.float32)
+    else:
+        y = tl.load(state + t.to(tl.int64) * C + offs_c, mask=mask, other=0.0).to(tl.float32)
+    y = y * tl.rsqrt(tl.sum(y * y) / C + eps) * weights
+    pointers = out + (t.to(tl.int64) * 2 + half) * C + offs_c
+    tl.store(pointers, y.to(out.dtype.element_ty), mask=mask)
+
+
+def side_by_side(table: Tensor, norms: Tensor, state: Tensor, pass_: PassView) -> Tensor:
+    T, C = state.shape
+    assert norms.shape == (2, C) and table.shape[1] == C, (table.shape, norms.shape, state.shape)
+    out = state.new_empty(T, 2 * C)
+    block = triton.next_power_of_2(C)
+    args = (pass_.tokens, pass_.place, table, norms, state, out, pass_.norm_eps)
+    warps = min(16, max(1, block // 512))
+    launch(_side_by_side_kernel, (T, 2), out.device, *args, C=C, BLOCK=block, warps=warps)
+    return out
+
+
 # ---- rope: pairs of neighbours (x[2i], x[2i+1]) rotated by an angle  (Su et al., 2021)
-#      x [T, H, D] -> [T, H, D]. table [S, D/2, 2] float32: cosine and sine by position and pair
+#      x [T, H, D] -> [T, H, D]. table [size, D/2, 2] float32: cosine and sine by position and pair
 
 
-def rope_ref(x: Tensor, table: Tensor, pos: Tensor) -> Tensor:
-    start_pos = int(pos)
+def rope_ref(x: Tensor, table: Tensor, position: Tensor) -> Tensor:
     pairs = x.float().view(torch.complex64)
-    angles = table[start_pos : start_pos + len(x)].view(torch.complex64)
+    angles = table.index_select(0, position).view(torch.complex64)
     return (pairs * angles.mT).view(torch.float32).to(x.dtype)
 
 
@@ -121,8 +163,8 @@ def _rotate(even, odd, cos, sin):
 
 @jit
 def _rope_kernel(
-    x, qk_norm, eps, table, k_cache, v_cache, q, pos,
-    S: tl.constexpr, H: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
+    x, qk_norm, eps, table, k_cache, v_cache, q, place, position, P,
+    H: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ENCODE: tl.constexpr, FP16_SUMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -133,9 +175,11 @@ def _rope_kernel(
     t = tl.program_id(0)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     offs_d = tl.arange(0, BLOCK_D)
-    # Before the wait: the interleaved cosines and sines at pos, which moves only between steps
-    position = tl.load(pos) + t
-    angles = tl.load(table + position * D + offs_d[None, :], mask=offs_d[None, :] < D, other=0.0)
+    # Before the wait: the interleaved cosines and sines of the token's position
+    place = tl.load(place + t)
+    angles = tl.load(
+        table + tl.load(position + t) * D + offs_d[None, :], mask=offs_d[None, :] < D, other=0.0
+    )
     angles = tl.broadcast_to(angles, [HEADS, BLOCK_D])
     cos, sin = tl.split(tl.reshape(angles, [HEADS, BLOCK_D // 2, 2]))
     gdc_wait(PDL)
@@ -156,43 +200,44 @@ def _rope_kernel(
     kv_head = (heads - H).to(tl.int64)[:, None]
     kept = saturated(tl.where(kv_head < KH, rotated, values), FP16_SUMS)
     kept = kept.to(k_cache.dtype.element_ty) if ENCODE is None else ENCODE(kept)
-    offs_k = (kv_head * S + position) * D + offs_d[None, :]
-    offs_v = ((kv_head - KH) * S + position) * D + offs_d[None, :]
+    offs_k = (kv_head * P + place) * D + offs_d[None, :]
+    offs_v = ((kv_head - KH) * P + place) * D + offs_d[None, :]
     tl.store(k_cache + offs_k, kept, mask=mask & (kv_head >= 0) & (kv_head < KH))
     tl.store(v_cache + offs_v, kept, mask=mask & (kv_head >= KH))
 
 
 # ---- rmsnorm_qkv_rope: q, k, v = split(rmsnorm(x) Wqkv^T + bias); q, k = rope(q), rope(k)
-#      x [T, C], wqkv [(H + 2 KH) D, C] -> q [T, H, D]; k and v go to the state, at pos
+#      x [T, C], wqkv [(H + 2 KH) D, C] -> q [T, H, D]; k and v go to the cache, at place
 #
+#      A layer without attention_norm gets an x that has been normalised.
 #      Qwen3 has qk_norm [2, D]: before rope, each head of q is normalised with the first row as
 #      the weight of rmsnorm, each head of k with the second.
 #      Keys and values in int8 are E4M3 codes without a scale: magnitudes up to 448, with three bits
 #      of mantissa from 0.016 up.
 
 
-def rmsnorm_qkv_rope_ref(x: Tensor, layer: LayerView, state: StateView) -> Tensor:
+def rmsnorm_qkv_rope_ref(x: Tensor, layer: LayerView, pass_: PassView) -> Tensor:
     T = len(x)
-    start_pos = int(state.device_pos)
-    k_cache, v_cache = state.k[layer.index], state.v[layer.index]
+    k_cache, v_cache = pass_.k[layer.index], pass_.v[layer.index]
     KH, _, D = k_cache.shape
-    qkv = linear_ref(rmsnorm_ref(x, layer.attention_norm, state.norm_eps), layer.wqkv)
-    qkv = qkv.view(T, -1, D)
+    if layer.attention_norm is not None:
+        x = rmsnorm_ref(x, layer.attention_norm, pass_.norm_eps)
+    qkv = linear_ref(x, layer.wqkv).view(T, -1, D)
     H = qkv.shape[1] - 2 * KH
     qk = qkv[:, : H + KH]
     if layer.qk_norm is not None:
         heads = zip(qk.split([H, KH], 1), layer.qk_norm)
-        qk = torch.cat([rmsnorm_ref(some, weight, state.norm_eps) for some, weight in heads], 1)
-    qk = rope_ref(qk, state.rope, state.device_pos)
+        qk = torch.cat([rmsnorm_ref(some, weight, pass_.norm_eps) for some, weight in heads], 1)
+    qk = rope_ref(qk, pass_.rope, pass_.position)
+    place = pass_.place.long()
     for cache_, new in ((k_cache, qk[:, H:]), (v_cache, qkv[:, H + KH :])):
-        cache_[:, start_pos : start_pos + T] = to_cache_ref(new, cache_.dtype).transpose(0, 1)
+        cache_.index_copy_(1, place, to_cache_ref(new, cache_.dtype).transpose(0, 1))
     return qk[:, :H]
 
 
 class Heads(NamedTuple):
     """The sizes that the kernels of rmsnorm_qkv_rope need."""
 
-    S: int
     H: int
     KH: int
     D: int
@@ -200,82 +245,81 @@ class Heads(NamedTuple):
 
 
 @jit
-def _prepare_rope(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
-    """Token, head, pair, position, cosine and sine of each pair of rows, and which of them exist.
-    `pos` moves only between steps."""
-    pairs, t = rows_and_tokens(row // 2, ROWS // 2, TOKENS)
+def _prepare_rope(args, pairs, t, T, N, TOKENS: tl.constexpr, SIZES: tl.constexpr):
+    """Token, head, pair, place, cosine and sine of each pair of rows, and which of them exist."""
     head = pairs // (SIZES.D // 2)
     pair = pairs % (SIZES.D // 2)
     mask = (pairs < N // 2) & (t < T)
-    _, _, _, table, pos = args
-    position = tl.load(pos) + t
+    _, _, _, table, place, position, _ = args
+    place = tl.load(place + t, mask=t < T, other=0)
+    position = tl.load(position + t, mask=t < T, other=0)
     mask_qk = mask & (head < SIZES.H + SIZES.KH)
     angle = table + (position * (SIZES.D // 2) + pair) * 2
     cos = tl.load(angle, mask=mask_qk, other=1.0)
     sin = tl.load(angle + 1, mask=mask_qk, other=0.0)
-    return t, head, pair, position, cos, sin, mask
+    return t, head, pair, place, cos, sin, mask
 
 
 @jit
 def _store_rope(
-    args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
+    args, y, ready, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
 ):
     """Rotate q and k, and store pairs where their head belongs: in q [T, H, D], or in the keys or
-    values [KH, S, D] at position. args: q, keys, values, table, pos."""
-    t, head, pair, position, cos, sin, mask = ready
+    values [KH, P, D] at place. args: q, keys, values, table, place, position, P."""
+    t, head, pair, place, cos, sin, mask = ready
     even, odd = even_and_odd(y, ROWS, TOKENS)
     even, odd = _rotate(even, odd, cos, sin)
-    q, k_cache, v_cache, _, _ = args
+    q, k_cache, v_cache, _, _, _, P = args
     HALF_D: tl.constexpr = SIZES.D // 2
     offs_q = ((t * SIZES.H + head) * HALF_D + pair) * 2
     mask_q = mask & (head < SIZES.H)
     tl.store(q + offs_q, even.to(q.dtype.element_ty), mask=mask_q)
     tl.store(q + offs_q + 1, odd.to(q.dtype.element_ty), mask=mask_q)
     kv_head = (head - SIZES.H).to(tl.int64)
-    offs_k = ((kv_head * SIZES.S + position) * HALF_D + pair) * 2
+    offs_k = ((kv_head * P + place) * HALF_D + pair) * 2
     mask_k = mask & (head >= SIZES.H) & (head < SIZES.H + SIZES.KH)
     tl.store(k_cache + offs_k, to_cache(even, k_cache, SIZES.IN_8_BITS), mask=mask_k)
     tl.store(k_cache + offs_k + 1, to_cache(odd, k_cache, SIZES.IN_8_BITS), mask=mask_k)
-    offs_v = (((kv_head - SIZES.KH) * SIZES.S + position) * HALF_D + pair) * 2
+    offs_v = (((kv_head - SIZES.KH) * P + place) * HALF_D + pair) * 2
     mask_v = mask & (head >= SIZES.H + SIZES.KH)
     tl.store(v_cache + offs_v, to_cache(even, v_cache, SIZES.IN_8_BITS), mask=mask_v)
     tl.store(v_cache + offs_v + 1, to_cache(odd, v_cache, SIZES.IN_8_BITS), mask=mask_v)
 
 
 def rmsnorm_qkv_rope(
-    x: Tensor, layer: LayerView, state: StateView, *, accumulate: str = "auto"
+    x: Tensor, layer: LayerView, pass_: PassView, *, accumulate: str = "auto"
 ) -> Tensor:
-    k_cache, v_cache = state.k[layer.index], state.v[layer.index]
+    k_cache, v_cache = pass_.k[layer.index], pass_.v[layer.index]
     T = len(x)
-    KH, S, D = k_cache.shape
+    KH, P, D = k_cache.shape
     H = layer.wqkv.rows // D - 2 * KH
-    sizes = Heads(S, H, KH, D, k_cache.dtype == torch.int8)
+    sizes = Heads(H, KH, D, k_cache.dtype == torch.int8)
     q = x.new_empty(T, H, D)
-    product = Product("rmsnorm_qkv_rope", x, layer.wqkv, layer.attention_norm, state.norm_eps)
+    product = Product("rmsnorm_qkv_rope", x, layer.wqkv, layer.attention_norm, pass_.norm_eps)
     if not is_fused(product):
         qkv = library_product(product, accumulate)
     elif layer.qk_norm is None:
-        args = (q, k_cache, v_cache, state.rope, state.device_pos)
-        launch_product(product, Epilogue(_prepare_rope, _store_rope, sizes), args)
+        args = (q, k_cache, v_cache, pass_.rope, pass_.place, pass_.position, P)
+        launch_product(product, Epilogue(_prepare_rope, _store_rope, sizes, pairs=True), args)
         return q
     else:
         # The norm of q and k needs whole heads, of which an epilogue gets only some rows
         qkv = x.new_empty(T, layer.wqkv.rows, dtype=torch.float32)
         launch_product(product, STORE_ROWS, (qkv,))
-    _launch_rope(qkv, q, layer, state, sizes, accumulate == "fp16")
+    _launch_rope(qkv, q, layer, pass_, sizes, accumulate == "fp16")
     return q
 
 
 def _launch_rope(
-    qkv: Tensor, q: Tensor, layer: LayerView, state: StateView, sizes: Heads, fp16_sums: bool
+    qkv: Tensor, q: Tensor, layer: LayerView, pass_: PassView, sizes: Heads, fp16_sums: bool
 ) -> None:
-    """From the product qkv [T, (H + 2 KH) D] to q, and to keys and values in the state."""
-    k_cache, v_cache = state.k[layer.index], state.v[layer.index]
+    """From the product qkv [T, (H + 2 KH) D] to q, and to keys and values in the cache."""
+    k_cache, v_cache = pass_.k[layer.index], pass_.v[layer.index]
     heads = sizes.H + 2 * sizes.KH
     block_d = triton.next_power_of_2(sizes.D)
     at_once = max(1, min(triton.next_power_of_2(heads), 2048 // block_d))
-    args = (qkv, layer.qk_norm, state.norm_eps, state.rope)
-    args += (k_cache, v_cache, q, state.device_pos)
+    args = (qkv, layer.qk_norm, pass_.norm_eps, pass_.rope)
+    args += (k_cache, v_cache, q, pass_.place, pass_.position, k_cache.shape[1])
     encode = None
     if sizes.IN_8_BITS:
         encode = E4M3.on(q.device).encode_tile
@@ -284,7 +328,6 @@ def _launch_rope(
         (len(q), triton.cdiv(heads, at_once)),
         q.device,
         *args,
-        S=sizes.S,
         H=sizes.H,
         KH=sizes.KH,
         D=sizes.D,
@@ -355,9 +398,9 @@ def _linear(x: Tensor, w: Matrix, out: Tensor, accumulate: str, added: bool) -> 
 
 
 def rmsnorm_swiglu_ref(
-    x: Tensor, layer: LayerView, state: StateView, routes: Routes | None = None
+    x: Tensor, layer: LayerView, pass_: PassView, routes: Routes | None = None
 ) -> Tensor:
-    normed = rmsnorm_ref(x, layer.ffn_norm, state.norm_eps)
+    normed = rmsnorm_ref(x, layer.ffn_norm, pass_.norm_eps)
     if routes is None:
         ab = linear_ref(normed, layer.w13)
     else:
@@ -371,14 +414,8 @@ def rmsnorm_swiglu_ref(
 
 
 @jit
-def _prepare_swiglu(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
-    """The indices that _store_swiglu needs, computed early as in prepare_rows."""
-    return rows_and_tokens(row // 2, ROWS // 2, TOKENS)
-
-
-@jit
 def _store_swiglu(
-    args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
+    args, y, ready, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
 ):
     """Store silu(a) * b of neighbouring rows a and b in args[0] [T, F]."""
     offs_f, t = ready
@@ -407,18 +444,18 @@ def _swiglu_kernel(ab, out, F, BLOCK: tl.constexpr, FP16_SUMS: tl.constexpr, PDL
 def rmsnorm_swiglu(
     x: Tensor,
     layer: LayerView,
-    state: StateView,
+    pass_: PassView,
     routes: Routes | None = None,
     *,
     accumulate: str = "auto",
 ) -> Tensor:
     if routes is not None:
-        return experts.swiglu(x, layer, state, routes, accumulate)
+        return experts.swiglu(x, layer, pass_, routes, accumulate)
     T, F = len(x), layer.w13.rows // 2
     out = x.new_empty(T, F)
-    product = Product("rmsnorm_swiglu", x, layer.w13, layer.ffn_norm, state.norm_eps)
+    product = Product("rmsnorm_swiglu", x, layer.w13, layer.ffn_norm, pass_.norm_eps)
     if is_fused(product):
-        launch_product(product, Epilogue(_prepare_swiglu, _store_swiglu), (out,))
+        launch_product(product, Epilogue(prepare_rows, _store_swiglu, pairs=True), (out,))
     else:
         ab = library_product(product, accumulate)
         sizes = dict(BLOCK=1024, FP16_SUMS=accumulate == "fp16")
@@ -430,15 +467,15 @@ def rmsnorm_swiglu(
 #      x [T, C], W [V, C], out float32 [T, V] -> out
 
 
-def rmsnorm_linear_ref(x: Tensor, norm: Tensor, w: Matrix, state: StateView, out: Tensor) -> Tensor:
-    return out.copy_(linear_ref(rmsnorm_ref(x, norm, state.norm_eps), w))
+def rmsnorm_linear_ref(x: Tensor, norm: Tensor, w: Matrix, pass_: PassView, out: Tensor) -> Tensor:
+    return out.copy_(linear_ref(rmsnorm_ref(x, norm, pass_.norm_eps), w))
 
 
 def rmsnorm_linear(
-    x: Tensor, norm: Tensor, w: Matrix, state: StateView, out: Tensor, *, accumulate: str = "auto"
+    x: Tensor, norm: Tensor, w: Matrix, pass_: PassView, out: Tensor, *, accumulate: str = "auto"
 ) -> Tensor:
     assert out.shape == (len(x), w.rows) and out.is_contiguous(), (out.shape, x.shape, w.shape)
-    product = Product("rmsnorm_linear", x, w, norm, state.norm_eps)
+    product = Product("rmsnorm_linear", x, w, norm, pass_.norm_eps)
     if not is_fused(product):
         return out.copy_(library_product(product, accumulate))
     launch_product(product, STORE_ROWS, (out,))
@@ -446,11 +483,12 @@ def rmsnorm_linear(
 
 
 # ---- the table of ops: the reference of each, and the fused one. model.py calls all of them but
-#      rmsnorm, which is here for the tests and for dev/kernels.py, and linear_store, a prompt's
-#      product for ranks/exchange.py
+#      rmsnorm and side_by_side, which heads need, and linear_store, a product of heads, and a
+#      prompt's for ranks/exchange.py
 
 OPS = {
     "embedding": (embedding_ref, embedding),
+    "side_by_side": (side_by_side_ref, side_by_side),
     "rmsnorm": (rmsnorm_ref, rmsnorm),
     "rmsnorm_qkv_rope": (rmsnorm_qkv_rope_ref, rmsnorm_qkv_rope),
     "attention": (attention_ref, attention),

@@ -12,16 +12,17 @@ offsets, load its first tile of weights. The rules that keep this correct:
   ended" includes all the kernels before that one;
 - before its wait a kernel writes nothing, and reads only what was visible when it could first
   start. If the kernel before lets it start at once, as most do, it may read only what no kernel
-  launched this way writes in the same step: weights, tables, sampling settings, `pos`, the keys and
-  values of earlier steps. If the kernel before waits first, in every program, it may also read what
-  all kernels before that one wrote. ranks/exchange.py explains its exceptions;
+  launched this way writes in the same pass: weights, tables, sampling settings, places and
+  positions, the keys and values of earlier passes. If the kernel before waits first, in every
+  program, it may also read what all kernels before that one wrote. ranks/exchange.py explains its
+  exceptions;
 - so where one token goes through experts, whose rows of W the router picks: the router writes their
   ids. The product with w13 can load nothing without them. It waits for the router and only then
   lets the next kernel start, which is the product with w2. That one reads the ids, and loads its
   rows, before it waits. It reads them past the L1 cache, which may hold older ones;
-- `pos` is moved by torch's own operations (State.advance and State.seek), which are launched
-  without the attribute. Each starts when all earlier kernels have ended, including those that read
-  the old value, and later kernels start when it has ended. test_no_step_sees_an_old_position runs
+- places, positions and segments are moved by torch's own operations, which are launched without
+  the attribute. Each starts when all earlier kernels have ended, including those that read the old
+  values, and later kernels start when it has ended. test_no_step_sees_an_old_position runs
   thousands of each;
 - a kernel waits once, or a second time where the first was for the rows of W that it has to load.
   No wait is in a loop: Triton 3.7.1 may move loads above a wait inside one (triton issue 11905).
@@ -31,6 +32,7 @@ offsets, load its first tile of weights. The rules that keep this correct:
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
+import gc
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -145,9 +147,49 @@ def compile_kernels(run: Callable[[], object], device: torch.device) -> None:
     copy_context().run(compile_all)
 
 
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all captures on a GPU, so that graphs can share memory. torch's own default
+    belongs to the first GPU used."""
+    return torch.cuda.Stream(device)
+
+
+def captured(
+    run: Callable[[], object],
+    device: torch.device,
+    reset: Callable[[], object] = lambda: None,
+    pool: tuple[int, int] | None = None,
+) -> torch.cuda.CUDAGraph:
+    """Capture `run` as a CUDA graph, in the given memory pool of another graph if there is one.
+    `reset` restores what `run` has changed.
+
+    `run` is called once before, on the same stream: its kernels are only compiled and loaded, and
+    all else runs, so that libraries allocate what they keep and ranks connect. All ranks capture
+    together. Their communication library has threads of its own, whose calls must not end the
+    capture."""
+    collects = gc.isenabled()
+    stream = _capture_stream(device)
+    with torch.cuda.device(device):
+        try:
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                compile_kernels(run, device)
+                reset()
+            graph = torch.cuda.CUDAGraph()
+            gc.disable()  # freeing an old graph would end the capture
+            # waits until all ranks have done what was called before
+            with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+                run()
+        finally:
+            if collects:
+                gc.enable()
+            reset()
+    return graph
+
+
 class Scratch:
-    """Memory that kernels keep between launches, found by name, shape and type. It belongs to one
-    state, whose kernels run one after another on one stream."""
+    """Memory that kernels keep between launches, found by name, shape and type. It belongs to
+    whoever runs kernels one after another on one stream."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -189,6 +231,12 @@ def saturated(x, FP16_SUMS: tl.constexpr):
     return tl.clamp(x, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL) if FP16_SUMS else x
 
 
+@jit
+def barrier():
+    """Wait for the other threads of the program."""
+    tl.debug_barrier()
+
+
 # The last program merges. Where programs share an output, each leaves its part in scratch memory,
 # and the last one to finish merges the parts: another launch would cost a microsecond. The atomic
 # is "acq_rel": a program that sees the count also sees what was written before it was raised, by
@@ -200,14 +248,51 @@ def saturated(x, FP16_SUMS: tl.constexpr):
 def is_last(arrived, programs):
     """Whether this is the last of `programs` programs to get here. They are counted in `arrived`,
     which is zero again afterwards."""
-    tl.debug_barrier()
+    barrier()
     last = tl.atomic_add(arrived, 1, sem="acq_rel") == programs - 1
     if last:
         tl.store(arrived, 0)
     return last
 
 
+# Epilogues: products.Epilogue says what they are
+
+
+@jit
+def rows_and_tokens(row, COUNT: tl.constexpr, TOKENS: tl.constexpr):
+    """The indices of COUNT rows from `row` on, and those of the tokens, in shapes that
+    broadcast."""
+    if TOKENS == 1:
+        return row + tl.arange(0, COUNT), row * 0
+    else:
+        return row + tl.arange(0, COUNT)[:, None], tl.arange(0, TOKENS)[None, :]
+
+
+@jit
+def prepared(
+    args, row, begin, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, EPILOGUE: tl.constexpr
+):
+    """What the epilogue needs besides the product of ROWS rows, from `row` on, with TOKENS tokens,
+    from `begin` on."""
+    EACH: tl.constexpr = 2 if EPILOGUE.pairs else 1
+    rows, t = rows_and_tokens(row // EACH, ROWS // EACH, TOKENS)
+    SIZES: tl.constexpr = EPILOGUE.sizes
+    return EPILOGUE.prepare(args, rows, begin + t, T, N, TOKENS, SIZES)
+
+
 # What attention.py and cards/hopper.py share
+
+
+@jit
+def segment_of(segments, index, last, T):
+    """A segment as attention.PassView describes it: first, start, begin and count. And how many of
+    its rows are written: for the last one all up to the T rows of the pass, with zeros behind
+    count."""
+    segment = segments + index * 4
+    begin = tl.load(segment + 2)
+    count = tl.load(segment + 3)
+    written = tl.where(last, T - begin, count)
+    return tl.load(segment), tl.load(segment + 1), begin, count, written
 
 
 @jit

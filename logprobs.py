@@ -1,16 +1,10 @@
-"""Log-probabilities of tokens, for those who ask for them: of a text as it is generated, and of a
-prompt."""
+"""Log-probabilities of tokens in a text, for those who ask for them."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
-
-from model import Llama, State, Timings, sample_next
-from tokenizer import TextStream
-
-AT_ONCE = 1 << 22  # logits of a prompt's tokens that are in memory together
+from engine import Score
+from tokenizer import TextStream, Tokenizer
 
 
 class Logprob(NamedTuple):
@@ -22,78 +16,48 @@ class Logprob(NamedTuple):
     begins: int  # the character of the text at which the token begins
 
 
-class Scorer:
-    """Decodes a text token by token, and holds its log-probabilities back until the text has
-    reached their tokens."""
+class PromptScores:
+    """Collects the scores of a prompt's tokens for a text that begins with it."""
 
-    def __init__(self, k: int, stream: TextStream):
-        """k: how many of the most probable tokens are noted at each place. stream: what turns the
-        tokens into text."""
-        self.k = k
-        self.stream = stream
-        self._end = 0  # of the text so far
-        self._last: Logprob | None = None  # of the token decoded last
-        self._held_back: list[Logprob] = []
-
-    def decode(self, model: Llama, state: State, n: int) -> Iterator[int]:
-        """Up to n tokens: an argument of model.generate."""
-        for i in range(n):
-            logprobs = state.logits.log_softmax(0)
-            best = logprobs.topk(min(self.k, len(logprobs)))
-            token = sample_next(model, state, state.logits)
-            if token >= 0:
-                pairs = list(zip(best.indices.tolist(), best.values.tolist()))
-                begins = self._end + self.stream.held_back
-                self._last = Logprob(token, float(logprobs[token]), pairs, begins)
-            yield token
-            if i + 1 < n:
-                model.step(1, state)
-
-    def due(self, text: str, ids: list[int]) -> list[Logprob]:
-        """The log-probabilities of tokens that begin in the text so far, each once. text: what is
-        new of it. ids: the token decoded last; none at the end."""
-        if ids:
-            self._held_back.append(self._last)
-        self._end += len(text)
-        end = self._end
-        if not ids and not self.stream.stopped:
-            end += 1  # tokens without a text may come last
-        due = [score for score in self._held_back if score.begins < end]
-        self._held_back = self._held_back[len(due) :]
-        return due
-
-    @torch.inference_mode()
-    def echo(
+    def __init__(
         self,
+        tokenizer: Tokenizer,
         text: str,
         prompt: list[int],
-        model: Llama,
-        state: State,
-        timings: Timings,
-        progress: Callable[[int, int], None] | None,
-    ) -> list[Logprob]:
-        """The log-probabilities of a prompt's tokens, for a text that begins with it. All but the
-        last one are evaluated here, a few at a time, since a large vocabulary makes the logits of
-        many too large."""
-        self._end = len(text)
-        start = time.perf_counter()
-        state.truncate(0)
-        tokenizer = self.stream.tokenizer
-        stream = TextStream(tokenizer, tokenizer.vocabulary.adds_space)
-        at_once = max(1, AT_ONCE // model.config.vocab_size)
-        scores = [Logprob(prompt[0], None, [], 0)]
-        end = len(stream.push(prompt[0]))
-        for first in range(0, len(prompt) - 1, at_once):
-            part = prompt[first : min(first + at_once, len(prompt) - 1)]
-            logprobs = model.forward(part, state).log_softmax(-1)
-            best = logprobs.topk(min(self.k, logprobs.shape[1]))
-            best = zip(best.indices.tolist(), best.values.tolist())
-            for token, row, pairs in zip(prompt[first + 1 :], logprobs, best):
-                begins = end + stream.held_back
-                scores.append(Logprob(token, float(row[token]), list(zip(*pairs)), begins))
-                end += len(stream.push(token))
-            if progress:
-                progress(state.pos, len(prompt))
-        timings.prompt_tokens += state.pos
-        timings.prompt_seconds += time.perf_counter() - start
-        return scores
+        done: Callable[[str, list[Logprob]], None],
+    ):
+        """text: the prompt as text. done: called with it and with the log-probabilities of all its
+        tokens."""
+        self.tokenizer = tokenizer
+        self.text = text
+        self.prompt = prompt
+        self.done = done
+        self.scores: list[Score | None] = [None]  # nothing comes before the first token
+
+    def add(self, scores: list[Score]) -> None:
+        """Take the scores of the next tokens."""
+        self.scores += scores
+        if len(self.scores) == len(self.prompt):
+            self.done(self.text, self._logprobs())
+
+    def _logprobs(self) -> list[Logprob]:
+        stream = TextStream(self.tokenizer, self.tokenizer.vocabulary.adds_space)
+        found = []
+        end = 0
+        for token, score in zip(self.prompt, self.scores):
+            begins = end + stream.held_back
+            logprob, best = score or (None, [])
+            found.append(Logprob(token, logprob, best, begins))
+            end += self._length(stream, token, end)
+        return found
+
+    def _length(self, stream: TextStream, token: int, end: int) -> int:
+        """How many characters of the text a token is. It may have a control token's name, and lack the
+        space that some tokenizers put after one."""
+        name = self.tokenizer.control_names.get(token)
+        if name and self.text.startswith(name, end):
+            return len(name)
+        piece = stream.push(token)
+        if not self.text.startswith(piece, end):
+            piece = piece.removeprefix(" ")
+        return len(piece)

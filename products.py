@@ -11,10 +11,10 @@ Read in this order:
     one token       bound by reading W: the kernel streams W's rows once and does everything else on
                     the way. Formats with codes in groups have theirs in bits/stream.py
     a few tokens    with 2 to 16, tensor cores multiply W as it streams by
+    many tokens     up to 64, or those of experts: W is decoded tile by tile
     launching       which of these kernels is chosen, and how its work is divided
     a prompt        the library's product between small fused kernels. With many tokens it is
-                    compute-bound, and runs at the card's product rate (BENCHMARKS.md). Experts have
-                    a kernel in its place, in experts.py
+                    compute-bound, and runs at the card's product rate (BENCHMARKS.md)
 
 A kernel is told how W is stored, and what an op does with y: FORMAT, a formats.Format, and EPILOGUE
 are objects whose functions it calls. It adds the bias [N] before the epilogue; without one, None is
@@ -31,12 +31,21 @@ from torch import Tensor
 from torch.nn import functional
 
 from bits.stream import stream_kernel
-from cards import cpu
-from cards.sizes import FewSizes, few_sizes, stream_sizes, vector_sizes
+from cards import cpu, hopper
+from cards.sizes import (
+    FewSizes,
+    ManySizes,
+    few_sizes,
+    many_sizes,
+    stream_sizes,
+    vector_sizes,
+)
 from formats import (
+    Experts,
     Format,
     Matrix,
     as_floats,
+    block_of,
     columns_of,
     first_rows,
     format_of,
@@ -54,7 +63,9 @@ from launch import (
     gdc_wait,
     jit,
     launch,
+    prepared,
     processors,
+    rows_and_tokens,
     tl,
     triton,
 )
@@ -159,28 +170,19 @@ class Epilogue(NamedTuple):
     """What an op does with a product. A kernel gets it as a constant, EPILOGUE, and calls its two
     functions with tensors of the op's own, args. STORE_ROWS below is the simplest one."""
 
-    # (args, row, T, N, ROWS, TOKENS, SIZES) -> ready: what need not wait for the product of ROWS
-    # rows from `row` on. Rows from N on are not to be stored; N is at most how many the matrix has
+    # (args, rows, t, T, N, TOKENS, SIZES) -> ready: what need not wait for the product with these
+    # rows, or pairs of rows. rows and t, the indices of tokens, broadcast to y's shape. Rows from N
+    # on are not to be stored; N is at most how many the matrix has
     prepare: object
-    # (args, y, ready, row, T, N, ROWS, TOKENS, SIZES), with y [ROWS, TOKENS], or [ROWS] with one
-    # token
+    # (args, y, ready, T, N, ROWS, TOKENS, SIZES), with y [ROWS, TOKENS], or [ROWS] with one token
     store: object
     sizes: tuple = ()  # a NamedTuple of ints: SIZES
+    pairs: bool = False  # whether neighbouring rows belong together
     added: int | None = None  # which of args is added to y: [N] with one token, [T, N] with a few
 
     @property
     def cache_key(self) -> str:
         return cache_key(self)
-
-
-@jit
-def rows_and_tokens(row, COUNT: tl.constexpr, TOKENS: tl.constexpr):
-    """The indices of COUNT rows from `row` on, and those of the tokens, in shapes that
-    broadcast."""
-    if TOKENS == 1:
-        return row + tl.arange(0, COUNT), row * 0
-    else:
-        return row + tl.arange(0, COUNT)[:, None], tl.arange(0, TOKENS)[None, :]
 
 
 @jit
@@ -198,16 +200,14 @@ def silu_mul(a, b):
 
 
 @jit
-def prepare_rows(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
+def prepare_rows(args, rows, t, T, N, TOKENS: tl.constexpr, SIZES: tl.constexpr):
     """The indices that store_rows needs. Were they computed after the product, ptxas would load
     W later, which costs 1% with several tokens."""
-    return rows_and_tokens(row, ROWS, TOKENS)
+    return rows, t
 
 
 @jit
-def store_rows(
-    args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
-):
+def store_rows(args, y, ready, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
     """Store y in args[0] [T, N]."""
     rows, t = ready
     tl.store(args[0] + t * N + rows, y.to(args[0].dtype.element_ty), mask=(rows < N) & (t < T))
@@ -235,14 +235,6 @@ class Stack(NamedTuple):
         return 1 if self.ids is None or self.summed > 1 else len(self.ids)
 
 
-class Experts(NamedTuple):
-    """What kernels need to know of a stack of experts' matrices."""
-
-    count: int
-    padded: int  # the next power of two
-    shared: int  # how many slots have the same row of x
-
-
 class Slots(NamedTuple):
     """Which matrices several tokens take. A token has k slots, each of which has chosen an
     expert."""
@@ -250,22 +242,6 @@ class Slots(NamedTuple):
     order: Tensor  # int32 [T k]: the slots, sorted by expert
     counts: Tensor  # int32 [E]: how many slots each expert has
     experts: Experts
-
-
-@jit
-def block_of(counts, block, SIZE: tl.constexpr, EXPERTS: tl.constexpr):
-    """Among blocks of at most SIZE slots that chose the same expert, the one with this index: its
-    expert, where its slots begin among the sorted ones, and how many they are; 0 or less beyond the
-    last block."""
-    offs_e = tl.arange(0, EXPERTS.padded)
-    count = tl.load(counts + offs_e, mask=offs_e < EXPERTS.count, other=0)
-    blocks = (count + SIZE - 1) // SIZE
-    expert = tl.sum((tl.cumsum(blocks, 0) <= block).to(tl.int32), 0)
-    before = offs_e < expert
-    first = (block - tl.sum(tl.where(before, blocks, 0), 0)) * SIZE
-    begin = tl.sum(tl.where(before, count, 0), 0) + first
-    left = tl.sum(tl.where(offs_e == expert, count, 0), 0) - first
-    return expert, begin, tl.minimum(left, SIZE)
 
 
 # ---- half precision: the arithmetic of 8-bit codes with one token
@@ -386,7 +362,7 @@ def _vector_kernel(
     gdc_launch_dependents(PDL)
     row = tl.program_id(0) * ROWS
     SIZES: tl.constexpr = EPILOGUE.sizes
-    ready = EPILOGUE.prepare(args, row, 1, N, ROWS, 1, SIZES)
+    ready = prepared(args, row, 0, 1, N, ROWS, 1, EPILOGUE)
     rows = row + tl.arange(0, ROWS)
     first = first_rows(ids, N, SUMMED)
     start, scales = (), ()
@@ -453,7 +429,7 @@ def _vector_kernel(
         y += biases
     if EPILOGUE.added is not None:
         y = added + y
-    EPILOGUE.store(args, y, ready, row, 1, N, ROWS, 1, SIZES)
+    EPILOGUE.store(args, y, ready, 1, N, ROWS, 1, SIZES)
 
 
 # ---- a few tokens
@@ -577,14 +553,15 @@ def _few_kernel(
     slots = order
     if EXPERTS is not None:
         gdc_wait(PDL)
-        expert, begin, T = block_of(counts, tl.program_id(1), TOKENS, EXPERTS)
+        offs_e = tl.arange(0, EXPERTS.padded)
+        expert, begin, T = block_of(counts, offs_e, tl.program_id(1), TOKENS, EXPERTS)
         if T <= 0:
             return
         first = expert.to(tl.int64) * N
         slots += begin
         args = args + (slots,)
     SIZES: tl.constexpr = EPILOGUE.sizes
-    ready = EPILOGUE.prepare(args, row, T, N, TILE.rows, TOKENS, SIZES)
+    ready = prepared(args, row, 0, T, N, TILE.rows, TOKENS, EPILOGUE)
     BLOCK: tl.constexpr = TILE.warps * TILE.steps * 4 * EACH
     # Without experts before the wait: the first tiles of W, the scales and the bias
     w_tiles = ()
@@ -622,7 +599,94 @@ def _few_kernel(
         rows, t = rows_and_tokens(row, TILE.rows, TOKENS)
         added = tl.load(args[EPILOGUE.added] + t * N + rows, mask=(rows < N) & (t < T), other=0.0)
         y += added.to(tl.float32)
-    EPILOGUE.store(args, y, ready, row, T, N, TILE.rows, TOKENS, SIZES)
+    EPILOGUE.store(args, y, ready, T, N, TILE.rows, TOKENS, SIZES)
+
+
+# ---- many tokens
+#
+#      Up to some hundred tokens, a matrix of fewer than 16 bits is decoded tile by tile and never
+#      rewritten: on Hopper by cards/hopper.py, elsewhere, and in formats that it does not decode, by
+#      the kernel here. launch.json says from how many tokens on the library is faster, which
+#      multiplies a rewritten copy.
+#
+#      With experts, the slots are sorted by expert. The programs of a tile take a block of slots that
+#      chose the same expert. Which expert and which slots these are follows from how many each expert
+#      has. So the grid depends on numbers of tokens only, and can be captured: the programs beyond
+#      the last block end at once.
+
+
+@jit
+def _tile_of_x(x, rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr):
+    """Rows of x in columns k to k + BLOCK_K as W has them: [ROWS, BLOCK_K]."""
+    if FORMAT.column_at is None:
+        offs_k = k + tl.arange(0, BLOCK_K)
+        pointers = x + rows[:, None] * K + offs_k[None, :]
+        if K % BLOCK_K == 0:
+            return tl.load(pointers)
+        else:
+            return tl.load(pointers, mask=offs_k[None, :] < K, other=0.0)
+    else:
+        runs = tl.arange(0, BLOCK_K // 8)[:, None] * 8
+        stored = k + runs + tl.arange(0, 8)[None, :]
+        columns = columns_of(stored, K, FORMAT)
+        pointers = x + rows[:, None, None] * K + columns[None, :, :]
+        tile = tl.load(pointers, mask=(stored < K)[None, :, :], other=0.0)
+        return tile.reshape(rows.shape[0], BLOCK_K)
+
+
+@jit
+def _many_kernel(
+    x, x_scales, w, bias, T, args, order, counts, N: tl.constexpr, K: tl.constexpr,
+    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, FORMAT: tl.constexpr, EPILOGUE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Up to TOKENS of T tokens, or slots of an expert, times ROWS rows of W. With x_scales, the
+    scales of its rows, x and W are 8-bit floats."""
+    gdc_launch_dependents(PDL)
+    row = tl.program_id(0) * ROWS
+    rows = row + tl.arange(0, ROWS)
+    offs_t = tl.arange(0, TOKENS)
+    gdc_wait(PDL)
+    if EXPERTS is None:
+        begin = tl.program_id(1) * TOKENS
+        x_rows = tl.minimum(begin + offs_t, T - 1).to(tl.int64)
+        w_rows = tl.minimum(rows, N - 1).to(tl.int64)
+    else:
+        offs_e = tl.arange(0, EXPERTS.padded)
+        expert, first, T = block_of(counts, offs_e, tl.program_id(1), TOKENS, EXPERTS)
+        if T <= 0:
+            return
+        begin = 0
+        slots = order + first
+        args = args + (slots,)
+        x_rows = (tl.load(slots + tl.minimum(offs_t, T - 1)) // EXPERTS.shared).to(tl.int64)
+        w_rows = expert.to(tl.int64) * N + tl.minimum(rows, N - 1)
+    start = w_rows[:, None] * K
+    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    for k in tl.range(0, K, BLOCK, num_stages=STAGES):
+        w_tile = FORMAT.load(w, start, k, None if K % BLOCK == 0 else K - k, BLOCK, 8, FORMAT.group)
+        x_tile = _tile_of_x(x, x_rows, k, K, BLOCK, FORMAT)
+        if EMULATED:  # the interpreter's own bf16 products are wrong
+            x_tile = x_tile.to(tl.float32)
+        if x_scales is None:
+            w_tile = FORMAT.values(w_tile, FORMAT.scales_of).to(x_tile.dtype)
+        acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
+    if x_scales is not None:
+        acc *= tl.load(x_scales + x_rows)[None, :]
+    if FORMAT.gain is not None:
+        acc *= row_scale(w, w_rows, rows < N, FORMAT.gain)[:, None]
+    if bias is not None:
+        acc += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
+    if EPILOGUE.added is not None:
+        offs_n, t = rows_and_tokens(row, ROWS, TOKENS)
+        t += begin
+        added = tl.load(
+            args[EPILOGUE.added] + t * N + offs_n, mask=(offs_n < N) & (t < T), other=0.0
+        )
+        acc += added.to(tl.float32)
+    SIZES: tl.constexpr = EPILOGUE.sizes
+    ready = prepared(args, row, begin, T, N, ROWS, TOKENS, EPILOGUE)
+    EPILOGUE.store(args, acc, ready, T, N, ROWS, TOKENS, SIZES)
 
 
 # ---- launching
@@ -632,16 +696,18 @@ class Plan(NamedTuple):
     """A kernel for a product, and how it is launched."""
 
     kernel: object
-    grid: tuple[int, int]  # programs that share the rows of a matrix; matrices, or blocks of slots
+    # Programs that share the rows of a matrix, then matrices or blocks of tokens or slots;
+    # cards/hopper.py has these the other way round, then programs that share a tile
+    grid: tuple[int, ...]
     warps: int
     constants: dict[str, Any]  # what it is compiled for, besides N, K, format and epilogue
 
 
 def is_fused(product: Product) -> bool:
-    """Whether launch_product has a kernel for it. Otherwise the product is the library's: with more
-    than MAX_FEW tokens, with several in fp32, and where launch.json says so."""
+    """Whether launch_product has a kernel for it. Otherwise the product is the library's: with
+    several tokens in fp32, with more than MAX_FEW in 16 bits, and where launch.json says so."""
     T = len(product.x)
-    return T == 1 or few_tile(product, T) is not None
+    return T == 1 or few_tile(product, T) is not None or many_tile(product, T) is not None
 
 
 def launch_product(product: Product, epilogue: Epilogue, args: tuple) -> None:
@@ -649,8 +715,10 @@ def launch_product(product: Product, epilogue: Epilogue, args: tuple) -> None:
     T = len(product.x)
     if T == 1:
         launch_single(product, epilogue, args)
-    else:
+    elif few_tile(product, T):
         launch_few(product, epilogue, args, T)
+    else:
+        launch_many(product, epilogue, args, many_tile(product, T))
 
 
 def launch_single(
@@ -750,6 +818,79 @@ def launch_few(
     plan = Plan(_few_kernel, (triton.cdiv(rows, sizes.rows), blocks), warps, constants)
     args = (product.normed(), w.tensors, w.bias, count, args, order, counts)
     launch_plan(plan, args, w, rows, epilogue, EXPERTS=experts)
+
+
+@cache
+def _arrived(device: torch.device, tiles: int) -> Tensor:
+    """Counters of the programs that share a tile, see is_last. A device runs one product at a
+    time."""
+    return torch.zeros(tiles, dtype=torch.int32, device=device)
+
+
+def many_tile(product: Product, each: int) -> ManySizes | None:
+    """How a product of `each` tokens is divided. Returns None where it is the library's."""
+    if not product.w.format or product.x.element_size() != 2:
+        return None
+    return many_sizes(product.x.device, product.w.bits, "dense", each)
+
+
+def launch_many(
+    product: Product,
+    epilogue: Epilogue,
+    args: tuple,
+    sizes: ManySizes,
+    slots: Slots | None = None,
+    x_scales: Tensor | None = None,
+) -> None:
+    """launch_product of many tokens; with slots, of theirs with the matrices of their experts. With
+    x_scales, x and W are E4M3 codes."""
+    x, w = product.normed(), product.w
+    order = counts = experts = None
+    rows, count = w.rows, len(x)
+    blocks = triton.cdiv(count, sizes.block)
+    if slots:
+        assert w.bias is None, "matrices of experts have no bias"
+        order, counts, experts = slots
+        rows, count = w.rows // len(counts), len(order)
+        blocks = min(count, triton.cdiv(count, sizes.block) + len(counts) - 1)
+    row_tiles = triton.cdiv(rows, sizes.rows)
+    constants = dict(TOKENS=sizes.block, ROWS=sizes.rows, STAGES=sizes.stages, EXPERTS=experts)
+    last = (w.bias, count, args, order, counts)
+    if _decoded_on_hopper(x, w, sizes):
+        tiles = blocks * row_tiles
+        splits = 1 if slots else _splits(w, sizes, tiles)
+        shared = (None, None)
+        if splits > 1:
+            sums = sizes.block * sizes.rows
+            partial = x.new_empty(tiles * splits, sums, dtype=torch.float32)
+            shared = (partial, _arrived(x.device, tiles))
+        constants |= dict(COLUMNS=sizes.columns, SPLITS=splits)
+        constants |= dict(maxnreg=hopper.registers(sizes.warps, sizes.programs))
+        plan = Plan(hopper.many_kernel, (blocks, row_tiles, splits), sizes.warps, constants)
+        launch_plan(plan, (x, w.tensors, *last, *shared), w, rows, epilogue)
+    else:
+        block = sizes.columns * 2 // x.element_size()
+        constants |= dict(BLOCK=block, STAGES=min(4, sizes.stages))
+        plan = Plan(_many_kernel, (row_tiles, blocks), sizes.warps, constants)
+        launch_plan(plan, (x, x_scales, w.tensors, *last), w, rows, epilogue)
+
+
+def _decoded_on_hopper(x: Tensor, w: Matrix, sizes: ManySizes) -> bool:
+    decodes = capability(x.device) == 90 and format_of(w).groups is not None
+    return decodes and x.element_size() == 2 and w.columns % sizes.columns == 0
+
+
+def _splits(w: Matrix, sizes: ManySizes, tiles: int) -> int:
+    """How many programs share a tile: as many as leave least for the SM that has most. What it
+    costs to add up their sums is counted in blocks of columns."""
+    blocks = w.columns // sizes.columns
+
+    def most(splits: int) -> float:
+        programs = triton.cdiv(tiles * splits, processors(w.data.device))
+        adding = 4 + splits * sizes.block / 32 if splits > 1 else 0
+        return programs * triton.cdiv(blocks, splits) + adding
+
+    return min(range(1, 9), key=most)
 
 
 def launch_plan(

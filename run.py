@@ -18,6 +18,7 @@ from contextlib import suppress
 from importlib import metadata
 from typing import TYPE_CHECKING
 
+from grammars import lark_grammar
 from settings import RANDOM, SETTINGS
 from talk.cli import (
     Parser,
@@ -73,6 +74,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="tokens to generate; -1 and -2: until the end or a full context")
     add("-r", "--reverse-prompt", "--stop", action="append", dest="stop", default=[],
         metavar="TEXT", help="stop before this text; may be repeated")
+    add("-j", "--json-schema", metavar="TEXT",
+        help="write JSON as this JSON schema says; {} is any JSON")
+    add("-jf", "--json-schema-file", metavar="FILE", help="read the schema from a file")
+    add("--grammar", metavar="TEXT", help="write what this grammar says, in GBNF or Lark")
+    add("--grammar-file", metavar="FILE", help="read the grammar from a file")
     add_proposal_flags(add)
     add("--ignore-eos", action="store_true", help="never choose the end-of-sequence token")
 
@@ -116,7 +122,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         args.prompt = args.prompt and unescaped(args.prompt)
         args.system = unescaped(args.system)
         args.stop = [unescaped(stop) for stop in args.stop]
-    parser.find([args.model, args.draft], [args.file, args.system_file])
+    files = [args.file, args.system_file, args.json_schema_file, args.grammar_file]
+    parser.find([args.model, args.draft], files)
     if args.seed < 0:
         args.seed = random.SystemRandom().randrange(1 << 32)
     return args
@@ -145,6 +152,11 @@ def contradiction(args: argparse.Namespace) -> str | None:
         return "--save writes matrices in 8 or 4 bits: add --fp8 or --int4"
     if args.system and args.system_file:
         return "--system and --system-prompt-file both give a system prompt; use one"
+    texts = "json_schema", "json_schema_file", "grammar", "grammar_file"
+    given = [name for name in texts if vars(args)[name] is not None]
+    if len(given) > 1:
+        first, second, *_ = (f"--{name.replace('_', '-')}" for name in given)
+        return f"{first} and {second} both say what the text has to be; use one"
     return None
 
 
@@ -191,6 +203,10 @@ def work(args: argparse.Namespace, ranks: Ranks) -> int:
         prompt = ranks.broadcast(lambda: read_prompt(args))
     if args.system_file is not None:
         args.system = ranks.broadcast(lambda: read_input(args.system_file))
+    if args.json_schema_file is not None:
+        args.json_schema = ranks.broadcast(lambda: read_input(args.json_schema_file))
+    if args.grammar_file is not None:
+        args.grammar = ranks.broadcast(lambda: read_input(args.grammar_file))
     session = open_session(args, ranks)
     output = Output(session, args.output == "jsonl", args.quiet)
     output.note(summary(args, session))
@@ -219,13 +235,18 @@ def read_prompt(args: argparse.Namespace) -> str | None:
 
 def text_options(args: argparse.Namespace) -> dict:
     """The flags that are arguments of Session.generate."""
-    return dict(n=args.n_predict, stop=args.stop, ignore_eos=args.ignore_eos)
+    options = dict(n=args.n_predict, stop=args.stop, ignore_eos=args.ignore_eos)
+    if args.grammar is not None:
+        options["grammar"] = lark_grammar(args.grammar)
+    return options | dict(schema=args.json_schema)
 
 
 def complete(args: argparse.Namespace, session: Session, output: Output, prompt: str) -> None:
     """Print the prompt, once it is evaluated, and its continuation."""
     shown = "" if args.no_display_prompt else prompt
     generation = session.generate(prompt, progress=output.progress, **text_options(args))
+    if generation.doubles_bos:
+        output.note("note: the prompt begins with a bos of its own, after the tokenizer's")
     output.write(generation, prompt, first=shown)
     if generation.ended_by == "interrupt":
         raise KeyboardInterrupt
@@ -257,7 +278,7 @@ def converse(
 
 
 def save(args: argparse.Namespace) -> None:
-    from loading.save import save as save_model
+    from loading.checkpoint import save as save_model
 
     with ending_cleanly():
         file = save_model(
@@ -278,12 +299,10 @@ def save(args: argparse.Namespace) -> None:
 
 def summary(args: argparse.Namespace, session: Session) -> str:
     """What is about to run, in two or three lines."""
-    from loading.config import read_sampling
-
     model = session.model
     checkpoint = model.checkpoint
     c = checkpoint.config
-    size = session.state.size
+    size = session.ctx_size
     heads = f"{c.n_heads} heads"
     if c.n_kv_heads != c.n_heads:
         heads += f" ({c.n_kv_heads} of keys and values)"
@@ -303,7 +322,7 @@ def summary(args: argparse.Namespace, session: Session) -> str:
     ]
     own = [
         f"{name.replace('_', '-')} {value:g}"
-        for name, value in read_sampling(checkpoint.folder, sampling_flags(args)).items()
+        for name, value in checkpoint.sampling(sampling_flags(args)).items()
     ]
     if own:
         lines.append(f"sampling  {', '.join(own)} (from the checkpoint; flags override it)")
@@ -326,8 +345,8 @@ def closing(session: Session) -> str:
             rate = t.steps / t.step_seconds
             generated += f", {1e3 * t.step_seconds / t.steps:.2f} ms per token, {rate:.1f} tokens/s"
         lines += [prompt, generated]
-    if session.speculation:
-        lines.append(session.speculation.summary())
+    if session.engine.proposer:
+        lines.append(session.engine.proposer.summary())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     memory = f"memory    peak {peak / 1e9:.2f} GB"
     if session.model.device.type == "cuda":

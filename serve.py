@@ -1,8 +1,8 @@
 """Serve a model over HTTP with OpenAI's API, for editors, front ends and agents.
 
-One process has the model, and answers one request at a time. Another talks with clients, by way of
-starlette and uvicorn, so that the model never waits for Python's GIL. What requests and answers
-look like is in talk/openai.py."""
+One process has the model, and answers several requests beside each other. Another talks with clients,
+by way of starlette and uvicorn, so that the model never waits for Python's GIL. What requests and
+answers look like is in talk/openai.py."""
 
 from __future__ import annotations
 
@@ -13,46 +13,58 @@ if __name__ == "__main__":  # the imports take time, and Ctrl-C needs no traceba
 
 import argparse
 import asyncio
+import base64
+import hashlib
 import hmac
+import itertools
 import logging
-import mmap
 import multiprocessing
 import os
+import re
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from ipaddress import ip_address
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urlsplit
 
 import uvicorn
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loading.hub import local_checkpoint
 from talk import cli
 from talk.cli import open_session
-from talk.openai import ENDPOINTS, APIError, ModelRequest, error_body, event, parse_request
+from talk.endpoints import ENDPOINTS
+from talk.openai import APIError, ModelRequest, error_body, parse_request
 
 if TYPE_CHECKING:  # they import torch, which takes seconds
     from ranks.processes import Ranks
     from session import Session
 
 BODY_BYTES = 8 << 20
+QUEUE_BYTES = 4 * BODY_BYTES  # of the bodies of all requests that are not answered yet
 LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"  # origins that are always allowed
-HEALTH = ("/health", "/v1/health")
+PUBLIC = ("/", "/health", "/v1/health")  # need no key: the page has a field for it
 # Seconds between two parts of a stream. Each part takes 0.3 ms of the model's time, or more where
 # the other process has no core of its own
 PAUSE = 1 / 20
+SILENCE = 15  # seconds, after which a comment keeps proxies from ending a stream
+COMMENT = b": the answer is being written\n\n"
 STREAM_HEADERS = {
     "Content-Type": "text/event-stream",
     "Cache-Control": "no-cache",
@@ -71,20 +83,23 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add = parser.group("server")
     # fmt: off
     add("--host", default="127.0.0.1", metavar="ADDRESS",
-        help="where to listen; 0.0.0.0: on all networks")
+        help="where to listen; 0.0.0.0: on all networks; ::: also those of IPv6")
     add("--port", type=cli.within(int, 0, 65535), default=8080, metavar="N", help="0: any free one")
-    add("--api-key", metavar="KEY", help="what clients have to send")
+    add("--api-key", type=cli.in_utf8, metavar="KEY", help="what clients have to send")
+    add("--alias", type=cli.in_utf8, metavar="NAME",
+        help="the model's name for clients [that of its folder or file]")
     add("--cors", action="append", default=[], metavar="ORIGIN",
         help="allow web pages of this origin, such as https://example.org, besides those on"
         " localhost; * is all; may be repeated")
+    cli.add_option(add, "parallel", default=4)
     add("--queue", type=cli.within(int, 0, 10_000), default=64, metavar="N",
         help="how many requests may wait; others are refused")
     add("--quiet", action="store_true", help="print only errors")
     add("--debug", action="store_true", help="print errors with their traceback")
     # fmt: on
     args = parser.parse(argv, lambda args: "serve")
-    if "" in (args.model, args.host, args.api_key):
-        parser.error("-m, --host or --api-key is empty")
+    if "" in (args.model, args.host, args.api_key, args.alias):
+        parser.error("-m, --host, --api-key or --alias is empty")
     if error := cli.model_contradiction(args):
         parser.error(error)
     cli.settle_model(args)
@@ -98,95 +113,165 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 class Part(NamedTuple):
     """A part of an answer, for the process that talks with clients."""
 
+    number: int  # of the request
     body: bytes
     status: int = 200
     last: bool = True
 
 
-class Link:
-    """The connection of the process that has the model to the one that talks with clients: requests
-    come in one at a time, parts of each answer go out."""
+class Asked(NamedTuple):
+    """What that process passes on: a request, or that the client of one has gone."""
 
-    def __init__(self, pipe: Connection | None = None, gone: mmap.mmap | bytes = b"\0"):
-        """pipe: None on all ranks but the first, which alone has clients. gone: a byte that both
-        processes share, and which is not 0 if the client has gone."""
+    number: int
+    kind: type[ModelRequest] | None  # None: the client has gone
+    body: bytes = b""
+
+
+class Job:
+    """A request that is being answered."""
+
+    def __init__(self, number: int, request: ModelRequest, parts: Iterator[bytes]):
+        self.number = number
+        self.request = request
+        self.parts = parts
+        self.stream: type[ModelRequest] | None = None  # its kind, once a part has been sent
+        self.unsent = b""
+        self.sent = 0.0  # when
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next part is there without a pass."""
+        texts = self.request.texts
+        return any(text.ready for text in texts) or all(text.ended for text in texts)
+
+    def due(self) -> Part | None:
+        """What is to be sent now of a stream."""
+        now = time.perf_counter()
+        if not (self.request.is_stream and self.unsent and now > self.sent + PAUSE):
+            return None
+        self.stream = type(self.request)
+        self.sent = now
+        part = Part(self.number, self.unsent, last=False)
+        self.unsent = b""
+        return part
+
+    def close(self) -> None:
+        for text in self.request.texts:
+            text.close()
+
+
+def failed(number: int, error: APIError, begun: type[ModelRequest] | None = None) -> Part:
+    """An error as the whole answer or, in a stream of this kind that has begun, as its last event."""
+    body = error_body(error)
+    body = begun.error_event(body) if begun else to_json(body)
+    return Part(number, body, 200 if begun else error.status_code)
+
+
+class Desk:
+    """Answers requests beside each other, on all ranks together."""
+
+    def __init__(
+        self,
+        session: Session,
+        model: str,
+        pipe: Connection | None,
+        debug: bool = False,
+        quiet: bool = True,
+    ):
+        """model: its name. pipe: to the process that talks with clients; None on all ranks but the
+        first, which alone has clients. quiet: the log does not say how fast answers were."""
+        self.session = session
+        self.model = model
         self.pipe = pipe
-        self.gone = gone
-        self.begun = False  # a part of the answer has been sent
+        self.debug = debug
+        self.quiet = quiet
+        self.waiting: deque[Asked] = deque()  # in order of arrival
+        self.jobs: dict[int, Job] = {}
 
-    def receive(self) -> ModelRequest:
-        self.begun = False
-        return self.pipe.recv()
+    def work(self) -> None:
+        """Take what clients have asked for, send them what there is, and run a pass."""
+        for asked in self.asked():
+            if not asked.kind:
+                self.drop(asked.number)
+            elif asked.kind.writes_text:
+                self.waiting.append(asked)
+            else:
+                self.begin(asked)
+        while self.waiting and self.session.engine.has_room:
+            self.begin(self.waiting.popleft())
+        for job in [*self.jobs.values()]:
+            self.go_on(job)
+        if self.jobs:
+            self.session.engine.step()
+
+    def asked(self) -> list[Asked]:
+        """What clients have asked for since the last pass. Waits for it if there is nothing to do."""
+        found = []
+        while self.pipe and (self.pipe.poll() or not (self.jobs or found)):
+            found.append(self.pipe.recv())
+        if not self.session.ranks.agree(bool(found)):
+            return []
+        return self.session.ranks.broadcast(lambda: found)
+
+    def drop(self, number: int) -> None:
+        """End a request whose client has gone."""
+        self.waiting = deque(asked for asked in self.waiting if asked.number != number)
+        if job := self.jobs.pop(number, None):
+            job.close()
+
+    def begin(self, asked: Asked) -> None:
+        number, kind, body = asked
+        try:
+            request = parse_request(body, kind)
+            job = Job(number, request, parts_of(request, self.session, self.model))
+            for text in request.texts:
+                text.begin()
+            self.jobs[number] = job
+        except APIError as error:
+            self.send(failed(number, error))
+        except Exception as error:
+            self.send(failed(number, failure(error, self.debug)))
+
+    def go_on(self, job: Job) -> None:
+        """Take the parts of an answer that are there, and send them if it is time."""
+        try:
+            while job.ready:
+                job.unsent += next(job.parts)
+            last = job.due()
+        except StopIteration:
+            last = Part(job.number, job.unsent)
+            summary = job.request.summary()
+            if summary and not self.quiet:
+                cli.note(summary)
+        except APIError as error:
+            last = failed(job.number, error, job.stream)
+        except Exception as error:
+            last = failed(job.number, failure(error, self.debug), job.stream)
+        if last:
+            self.send(last)
+        if last and last.last:
+            job.close()
+            del self.jobs[job.number]
 
     def send(self, part: Part) -> None:
-        self.begun = True
         if self.pipe:
             self.pipe.send(part)
 
-    def send_error(self, error: APIError) -> None:
-        """Send an error as the whole answer or, in a stream that has begun, as the last event."""
-        body = error_body(error)
-        body = event(body) if self.begun else to_json(body)
-        self.send(Part(body, error.status_code))
 
+def parts_of(request: ModelRequest, session: Session, model: str) -> Iterator[bytes]:
+    """The parts of an answer, of which nothing is evaluated yet: what fails later is not the
+    client's fault. Raises APIError for what does now, whatever it is, and on all ranks: a prompt
+    that does not fit into the context, or that the tokenizer or the chat template refuses."""
+    from passes import ContextFull
 
-class ClientGone(Exception):
-    """The client has gone."""
-
-
-def write_next(session: Session, model: str, link: Link, debug: bool = False) -> None:
-    """Wait for a request, and answer it, on all ranks together. model: its name."""
-    ranks = session.ranks
-    request = ranks.broadcast(link.receive)
     try:
-        write(session, model, request, link)
-    except ClientGone:
-        link.send(Part(b""))
-    except APIError as error:
-        link.send_error(error)
+        return request.answer(session, model)
+    except ContextFull as error:
+        raise APIError(str(error), code="context_length_exceeded") from None
     except ConnectionError:  # the other process has ended
         raise
     except Exception as error:
-        if ranks.size > 1:  # the others may wait for this one
-            raise
-        session.state.truncate(0)  # what is in it may be wrong
-        link.send_error(failure(error, debug))
-    finally:
-        session.end()
-
-
-def write(session: Session, model: str, request: ModelRequest, link: Link) -> None:
-    def stop_if_gone(*_) -> None:
-        if session.ranks.agree(link.gone[0] != 0):
-            raise ClientGone
-
-    unsent = b""
-    sent = 0.0  # when
-    for part in parts_of(request, session, model, stop_if_gone):
-        unsent += part
-        now = time.perf_counter()
-        if request.is_stream and unsent and now > sent + PAUSE:
-            link.send(Part(unsent, last=False))
-            unsent = b""
-            sent = now
-        stop_if_gone()
-    link.send(Part(unsent))
-
-
-def parts_of(
-    request: ModelRequest, session: Session, model: str, progress: Callable[[int, int], None]
-) -> Iterator[bytes]:
-    """The parts of an answer, of which nothing is evaluated yet: what fails later is not the
-    client's fault. Raises APIError for what is: a prompt that does not fit into the context, or
-    that the tokenizer or the chat template refuses."""
-    from model import ContextFull
-
-    try:
-        return request.answer(session, model, progress)
-    except ContextFull as error:
-        raise APIError(str(error), code="context_length_exceeded") from None
-    except ValueError as error:
-        raise APIError(str(error)) from None
+        raise APIError(cli.error_line(error)) from None
 
 
 def failure(error: Exception, debug: bool) -> APIError:
@@ -201,34 +286,39 @@ def failure(error: Exception, debug: bool) -> APIError:
 class Client:
     """A request for the model, and what is still to be sent of the answer."""
 
-    def __init__(self, request: ModelRequest):
-        self.request = request
+    def __init__(self, number: int, kind: type[ModelRequest], body: bytes):
+        """Raises APIError. The request itself, which takes ten times the body's memory, is not kept:
+        the process that has the model parses it again when its turn comes."""
+        self.number = number
+        self.is_stream = parse_request(body, kind).is_stream
+        self.asks = Asked(number, kind, body)
         self.parts: asyncio.Queue[Part | None] = asyncio.Queue()  # None: the client has gone
         self.watching: asyncio.Task | None = None  # asyncio's own references are weak
 
 
 class Frontend:
-    """The HTTP application. Requests for the model wait in it for their turn; what is answered at
-    other paths never changes."""
+    """The HTTP application. Requests for the model go there at once; what is answered at other paths
+    never changes."""
 
-    def __init__(
-        self, args: argparse.Namespace, pipe: Connection, gone: mmap.mmap, model: str, size: int
-    ):
-        """pipe and gone: see Link. model: its name; size: of its context."""
+    def __init__(self, args: argparse.Namespace, pipe: Connection, model: str, size: int):
+        """pipe: to the process that has the model. model: its name; size: of its context."""
         self.pipe = pipe
-        self.gone = gone
         self.debug = args.debug
+        self.parallel = args.parallel
         self.queue_limit = args.queue
-        self.waiting: list[Client] = []  # in order of arrival; the first one's answer is written
+        self.clients: dict[int, Client] = {}
+        self.numbers = itertools.count()
+        self.sender = ThreadPoolExecutor(1)  # where waiting for the model delays nobody
         cors = Middleware(
             AllowedOrigins,
+            host=args.host,
             allow_origins=args.cors,
             allow_origin_regex=LOCAL,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
             allow_private_network=True,
         )
-        middleware = [cors]
+        middleware = [Middleware(without_empty_segments), cors]
         if args.api_key:
             middleware.append(Middleware(require_key, key=args.api_key))
         self.about = {
@@ -239,10 +329,19 @@ class Frontend:
             "context_length": size,
             "max_model_len": size,
         }
+        # what llama.cpp's clients ask for
+        props = {
+            "default_generation_settings": {"n_ctx": size},
+            "total_slots": args.parallel,
+            "model_path": model,
+        }
         models = JSONResponse({"object": "list", "data": [self.about]})
         routes = [
+            Route("/", page(), methods=["GET"]),
             Route("/health", JSONResponse({"status": "ok"}), methods=["GET"]),
             Route("/models", models, methods=["GET"]),
+            Route("/props", JSONResponse(props), methods=["GET"]),
+            Route("/slots", self.slots, methods=["GET"]),
             Route("/models/{name:path}", self.about_model, methods=["GET"]),
         ]
         for path, kind in ENDPOINTS.items():
@@ -252,9 +351,12 @@ class Frontend:
             middleware=middleware,
             exception_handlers={HTTPException: error_response, Exception: self.failed},
         )
+        self.app.router.redirect_slashes = False
 
     async def run(self, listener: socket.socket, access_log: bool) -> None:
-        asyncio.get_running_loop().add_reader(self.pipe.fileno(), self.receive)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self.pipe.fileno(), self.receive)
+        loop.set_exception_handler(self.note_error)
         logging.getLogger("uvicorn.error").disabled = True  # of what clients do wrong
         logging.getLogger("uvicorn.access").addHandler(logging.StreamHandler())
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
@@ -277,12 +379,22 @@ class Frontend:
             part = self.pipe.recv()
         except (EOFError, OSError):
             os._exit(0)
-        self.waiting[0].parts.put_nowait(part)
+        client = self.clients.get(part.number)
+        if client is None:  # it has gone
+            return
+        client.parts.put_nowait(part)
         if part.last:
-            del self.waiting[0]
-            self.gone[0] = 0
-            if self.waiting:
-                self.pipe.send(self.waiting[0].request)
+            del self.clients[part.number]
+
+    def send(self, asked: Asked) -> None:
+        self.sender.submit(self.pipe.send, asked)
+
+    def note_error(self, _: asyncio.AbstractEventLoop, context: dict) -> None:
+        """Report what fails outside of a request, such as accepting one when all file descriptors
+        are in use: asyncio tries that again without end."""
+        error = context.get("exception")
+        reason = f": {cli.error_line(error)}" if error else ""
+        cli.note_once(context["message"] + reason)
 
     async def about_model(self, received: Request) -> Response:
         name = received.path_params["name"]
@@ -291,59 +403,102 @@ class Frontend:
             raise APIError(message, 404, "model_not_found", "model")
         return JSONResponse(self.about)
 
+    async def slots(self, received: Request) -> Response:
+        size = self.about["context_length"]
+        busy = len(self.clients)
+        slots = [{"id": i, "n_ctx": size, "is_processing": i < busy} for i in range(self.parallel)]
+        return JSONResponse(slots)
+
     async def answer(self, kind: type[ModelRequest], received: Request) -> ASGIApp:
         try:
-            client = Client(parse_request(await body_of(received), kind))
+            client = Client(next(self.numbers), kind, await body_of(received))
         except ClientDisconnect:
             return Response()  # nobody reads it
-        if len(self.waiting) > self.queue_limit:
-            message = f"the server is busy, and its queue of {self.queue_limit} is full"
-            raise APIError(message, 503, "queue_full")
-        self.waiting.append(client)
-        if client is self.waiting[0]:
-            self.pipe.send(client.request)
+        self.check_room(client)
+        self.clients[client.number] = client
+        self.send(client.asks)
         client.watching = asyncio.create_task(self.watch(client, received))
-        first = await client.parts.get()
+        is_stream = client.is_stream
+        first = await (next_part(client) if is_stream else client.parts.get())
         if first is None:
             return Response()
-        if client.request.is_stream and first.status == 200:
-            response = StreamingResponse(bodies(first, client.parts), headers=STREAM_HEADERS)
+        if is_stream and first.status == 200:
+            response = StreamingResponse(bodies(first, client), headers=STREAM_HEADERS)
             # without starlette's own watch, whose group of tasks takes half a millisecond to begin
             return lambda scope, receive, send: response.stream_response(send)
         return Response(first.body, first.status, media_type="application/json")
+
+    def check_room(self, client: Client) -> None:
+        """Raise APIError if a client cannot wait."""
+        size = sum(len(each.asks.body) for each in [*self.clients.values(), client])
+        full = ""
+        if len(self.clients) >= self.parallel + self.queue_limit:
+            full = f"queue of {self.queue_limit}"
+        elif self.clients and size > QUEUE_BYTES:
+            full = f"queue of {QUEUE_BYTES} bytes"
+        if full:
+            raise APIError(f"the server is busy, and its {full} is full", 503, "queue_full")
 
     async def watch(self, client: Client, received: Request) -> None:
         """Wait until a client has its answer or has gone."""
         while (await received.receive())["type"] != "http.disconnect":
             pass
         client.parts.put_nowait(None)
-        if client in self.waiting[1:]:
-            self.waiting.remove(client)
-        elif client in self.waiting:
-            self.gone[0] = 1
+        if self.clients.pop(client.number, None):
+            self.send(Asked(client.number, None))
 
     async def failed(self, received: Request, error: Exception) -> Response:
         return await error_response(received, failure(error, self.debug))
 
 
-async def bodies(part: Part | None, parts: asyncio.Queue[Part | None]) -> AsyncIterator[bytes]:
+async def next_part(client: Client) -> Part | None:
+    """The next part of a stream, which is a comment if there is none for some time."""
+    try:
+        return await asyncio.wait_for(client.parts.get(), SILENCE)
+    except TimeoutError:
+        return Part(client.number, COMMENT, last=False)
+
+
+async def bodies(part: Part | None, client: Client) -> AsyncIterator[bytes]:
     """What is in a part and in those that follow it, to the last one or until the client goes."""
-    while part and not part.last:
-        yield part.body
-        part = await parts.get()
-    if part:
-        yield part.body
+    while part:
+        body = part.body
+        if part.status != 200:  # after a comment
+            body = client.asks.kind.error_event(from_json(body))
+        yield body
+        part = None if part.last else await next_part(client)
 
 
 class AllowedOrigins(CORSMiddleware):
     """Answers no web page of a foreign origin. CORS by itself only keeps a page from reading an
-    answer: a POST of plain text, which needs no preflight, would still have a text generated."""
+    answer: a POST of plain text, which needs no preflight, would still have a text generated.
+
+    The server's own page may ask it at the address that the page came from. A name has to be known
+    as well: any can be made to stand for this machine's address (DNS rebinding)."""
+
+    def __init__(self, app: ASGIApp, host: str, **options):
+        """host: the address or the name at which the server listens."""
+        super().__init__(app, **options)
+        names = {urlsplit(origin).hostname for origin in options["allow_origins"]}
+        self.own_names = {host.lower(), *names} - {None}
+
+    def is_own_page(self, origin: str, host: str) -> bool:
+        """Whether a page's origin is the host that was asked, by an address or a known name."""
+        scheme, _, asked = origin.partition("://")
+        if scheme not in ("http", "https") or asked != host:
+            return False
+        try:
+            name = urlsplit(origin).hostname or ""
+            return name in self.own_names or bool(ip_address(name))
+        except ValueError:
+            return False
 
     async def simple_response(
         self, scope: Scope, receive: Receive, send: Send, request_headers: Headers
     ) -> None:
         origin = request_headers.get("origin")  # programs other than browsers seldom send it
-        if origin is None or self.is_allowed_origin(origin):
+        own = origin and self.is_own_page(origin, request_headers.get("host", ""))
+        if not origin or own or self.is_allowed_origin(origin):
             await super().simple_response(scope, receive, send, request_headers)
             return
         message = f"web pages of {origin} may not ask this server; --cors {origin} allows it"
@@ -351,14 +506,48 @@ class AllowedOrigins(CORSMiddleware):
         await response(scope, receive, send)
 
 
-def require_key(app: ASGIApp, key: str) -> ASGIApp:
-    """Answer only requests with the key, except for the server's health."""
-    wanted = f"Bearer {key}".encode()
+def without_empty_segments(app: ASGIApp) -> ASGIApp:
+    """Take //v1/models/ for /v1/models. A redirection would name the scheme and the host that this
+    process sees, which may stand behind a proxy."""
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
-        given = dict(scope["headers"]).get(b"authorization", b"")
+        segments = filter(None, scope["path"].split("/"))
+        await app(scope | {"path": "/" + "/".join(segments)}, receive, send)
+
+    return run
+
+
+def page() -> Response:
+    """The page for people, which may run its own script and ask this server, and nothing else."""
+    html = (Path(__file__).parent / "talk" / "page.html").read_text()
+
+    def hashed(tag: str) -> str:
+        inside = re.search(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)[1]
+        return base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+
+    policy = [
+        "default-src 'none'", "connect-src 'self'", "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'",
+        *(f"{tag}-src 'sha256-{hashed(tag)}'" for tag in ("script", "style")),
+    ]  # fmt: skip
+    headers = {
+        "Content-Security-Policy": "; ".join(policy),
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+    }
+    return HTMLResponse(html, headers=headers)
+
+
+def require_key(app: ASGIApp, key: str) -> ASGIApp:
+    """Answer only requests with the key, except for what is public."""
+    wanted = key.encode()
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        header = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
+        scheme, _, given = header.partition(b" ")
         response = app
-        if scope["path"] not in HEALTH and not hmac.compare_digest(given, wanted):
+        has_key = scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), wanted)
+        if scope["path"] not in PUBLIC and not has_key:
             error = APIError("the API key is missing or wrong", 401, "invalid_api_key")
             response = await error_response(None, error)
         await response(scope, receive, send)
@@ -381,6 +570,10 @@ async def body_of(request: Request) -> bytes:
 
 async def error_response(received: Request | None, error: HTTPException) -> Response:
     """The answer to what this program or starlette refuses, or to what has failed."""
+    if error.status_code == 404 and received and not isinstance(error, APIError):
+        error.detail = (
+            f"there is no {received.url.path} here: this server has {', '.join(ENDPOINTS)}"
+        )
     headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "2"}}
     status = error.status_code
     return JSONResponse(error_body(error), status, headers.get(status, error.headers))
@@ -388,8 +581,9 @@ async def error_response(received: Request | None, error: HTTPException) -> Resp
 
 def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both = family is socket.AF_INET6 and socket.has_dualstack_ipv6()  # :: is all of IPv4, too
     try:
-        listener = socket.create_server((host, port), family=family)
+        listener = socket.create_server((host, port), family=family, dualstack_ipv6=both)
     except OSError as error:
         reason, *_ = error.strerror.split(" (while")  # create_server adds the address
         raise OSError(f"cannot listen on {host}, port {port}: {reason}") from None
@@ -399,21 +593,20 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def start_frontend(args: argparse.Namespace) -> Link:
-    """Start the process that talks with clients, and return the link to it. It begins when it is
+def start_frontend(args: argparse.Namespace) -> Connection:
+    """Start the process that talks with clients, and return the pipe to it. It begins when it is
     sent the model's name and its context's size. Raises OSError."""
     listener = listen(args.host, args.port)
     args.port = listener.getsockname()[1]
     ours, theirs = multiprocessing.Pipe()
-    gone = mmap.mmap(-1, 1)
     if os.fork():
         theirs.close()
         listener.close()
-        return Link(ours, gone)
+        return ours
     os.setsid()  # Ctrl-C is for the process that has the model
     ours.close()
     with suppress(EOFError):  # that process has failed to load the model
-        front = Frontend(args, theirs, gone, *theirs.recv())
+        front = Frontend(args, theirs, *theirs.recv())
         asyncio.run(front.run(listener, not args.quiet))
     os._exit(1)
 
@@ -421,30 +614,53 @@ def start_frontend(args: argparse.Namespace) -> Link:
 # ---- the program
 
 
-def work(link: Link, args: argparse.Namespace, ranks: Ranks) -> int:
+def warm_up(session: Session, parallel: int) -> None:
+    """Write as many texts at once as there may be, and fewer before, so that what a first text compiles
+    and captures is ready when a client asks."""
+    from passes import ContextFull
+
+    count = parallel if session.model.uses_graphs else 1
+    with suppress(ContextFull):  # of one token
+        session.batch(["a"] * count, n=2 * count)
+
+
+def model_name(model: str, alias: str | None) -> str:
+    """What a model is called: its alias, its name on the hub, or that of its folder or file. Of a
+    file that is named by its content, as in ollama's store and the hub's, the name inside."""
+    from loading.gguf import read_header
+
+    path = local_checkpoint(model)
+    if alias or not path:
+        return alias or model
+    name = os.path.basename(os.path.abspath(path))
+    if re.fullmatch("(sha256-)?[0-9a-f]{40,64}", name) and path.is_file():
+        name = read_header(path).get("general.name", str) or name
+    return name
+
+
+def work(pipe: Connection | None, args: argparse.Namespace, ranks: Ranks) -> int:
     from loading.place import pick_device
-    from model import ContextFull
 
     ranks.join(pick_device(args.device, ranks))
     session = open_session(args, ranks)
     with suppress(ValueError):  # whoever asks for a chat is told that the template fails
         session.turn_ends()
-    # What a first text compiles is ready when a client asks
-    with suppress(ContextFull):  # of one token
-        session.generate("a", n=2).finish()
-    model = args.model  # its name, on the hub
-    if path := local_checkpoint(args.model):
-        model = path.resolve().name
+    warm_up(session, args.parallel)
+    model = model_name(args.model, args.alias)
     if not args.quiet:
         host = f"[{args.host}]" if ":" in args.host else args.host
         cli.note(f"model     {session.model.checkpoint.folder}")
-        cli.note(f"running   {session.types()}, context {session.state.size}")
+        cli.note(
+            f"running   {session.types()} on {session.model.device}, context {session.ctx_size}"
+            f" for each of {args.parallel} texts"
+        )
         cli.note(f"serving   http://{host}:{args.port}/v1 (Ctrl-C ends it)")
     try:
-        if link.pipe:
-            link.pipe.send((model, session.state.size))
+        if pipe:
+            pipe.send((model, session.ctx_size))
+        desk = Desk(session, model, pipe, args.debug, args.quiet)
         while True:
-            write_next(session, model, link, args.debug)
+            desk.work()
     except (EOFError, ConnectionError):
         what = "the process that answers clients has ended"
         raise RuntimeError(what) from None
@@ -452,16 +668,16 @@ def work(link: Link, args: argparse.Namespace, ranks: Ranks) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    link = Link()
+    pipe = None
     if cli.is_rank0():
         try:
-            link = start_frontend(args)
+            pipe = start_frontend(args)
         except OSError as error:
             cli.note(f"error: {cli.error_line(error)}")
             return 1
     cli.import_torch()
     cli.set_environment(args)
-    return cli.exit_code(partial(work, link), args)
+    return cli.exit_code(partial(work, pipe), args)
 
 
 if __name__ == "__main__":

@@ -6,29 +6,49 @@ and makes Prompts of conversations. A TextStream makes text of ids as they come.
 
 Tokenizers and templates come with a checkpoint, so they are not trusted: only regular files of a
 sane size are read, a template runs in Jinja's sandbox (see loading/templates.py), errors are one
-line, and only the template itself writes control tokens. None of this needs torch."""
+line. Control tokens are written by the template itself and by whoever writes a whole prompt, never
+by a message. None of this needs torch."""
 
 import codecs
 import functools
 import json
+import os
 import re
 import secrets
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 
-from loading.files import one_line_errors, read_bytes, read_json
-from loading.gguf import TURN_MARKS, read_header, tokenizer_files
-from loading.hub import find_gguf
-from loading.templates import find_template, render
+from loading.files import one_line, one_line_errors
+from loading.templates import render
 
+# Chat templates use these as control tokens, even if a vocabulary has them as text
+TURN_MARKS = ("<|im_start|>", "<|im_end|>")
 # a model's vocabulary may be padded beyond its tokenizer's, to a multiple that suits the hardware
 PADDING = 4096
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
+THINK, THOUGHT = "<think>", "</think>"  # around what is thought, at the beginning of an answer
+
 Span = tuple[int, int]  # of characters: start, end
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerFiles:
+    """What the files of a checkpoint say about its tokenizer."""
+
+    file: Path  # of the vocabulary
+    vocabulary: bytes | dict  # a tokenizer.model, or the object in a tokenizer.json
+    config: dict  # of tokenizer_config.json
+    added: dict = field(default_factory=dict)  # of added_tokens.json
+    # Of a tokenizer.json beside a tokenizer.model
+    beside: list = field(default_factory=list)
+    template: str  # of chats, in Jinja
+    template_name: str  # where that comes from; empty for plain text, if there is none
+    tool_template: str  # of chats with tools, for which some checkpoints have one of their own
 
 
 # ---- vocabularies
@@ -227,30 +247,22 @@ class SentencePiece(Vocabulary):
 ADDED = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
 
 
-def added_tokens(
-    folder: Path, config: dict, raw: bytes | dict, vocab_size: int | None
-) -> dict[int, dict]:
+def added_tokens(files: TokenizerFiles, vocab_size: int | None) -> dict[int, dict]:
     """All that the files say of added tokens for which the model has an embedding, by id: "content"
     and the flags of tokenizer.json. As in transformers, they are those of tokenizer_config.json's
     added_tokens_decoder or else of added_tokens.json; a tokenizer.json that is the vocabulary has
     more, and another stands in for added_tokens_decoder."""
-
-    def read(name: str) -> dict:
-        file = folder / name
-        return read_json(file) if file.is_file() else {}
-
     listed = []
-    decoder = config.get("added_tokens_decoder")
+    decoder = files.config.get("added_tokens_decoder")
     if not isinstance(decoder, dict):
         decoder = {}
-        for text, i in read("added_tokens.json").items():
+        for text, i in files.added.items():
             special = bool(Vocabulary.MARK.fullmatch(text))
             listed.append({"id": i, "content": text, "special": special})
-    if isinstance(raw, dict):
-        listed += raw.get("added_tokens") or []
+    if isinstance(files.vocabulary, dict):
+        listed += files.vocabulary.get("added_tokens") or []
     elif not decoder:
-        with suppress(ValueError, TypeError):  # optional: it may be damaged, or have no such list
-            listed += read("tokenizer.json").get("added_tokens") or []
+        listed += files.beside
     for i, token in decoder.items():
         if i.isdecimal() and len(i) < 10 and type(token) is dict:
             listed.append(token | {"id": int(i)})
@@ -258,7 +270,7 @@ def added_tokens(
     added = {}
     for token in listed:
         i = token.get("id") if type(token) is dict else None
-        if type(i) is int and 0 <= i < most and type(token.get("content")) is str:
+        if type(i) is int and 0 <= i < most and (content_of(token) or "") != "":
             added[i] = ADDED | token
     return added
 
@@ -287,13 +299,47 @@ def content_of(token: object) -> str | None:
     return token if isinstance(token, str) else None
 
 
+@contextmanager
+def panics_are_errors(what: str) -> Iterator[None]:
+    """Make a ValueError of whatever the library raises inside: what it cannot do is often a
+    PanicException, which is no Exception, and of which Rust writes lines to stderr before."""
+    try:
+        with native_stderr_to_nowhere():
+            yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise ValueError(one_line(f"{what}: {error}")) from None
+
+
+@contextmanager
+def native_stderr_to_nowhere() -> Iterator[None]:
+    """Let what libraries write to file descriptor 2 go nowhere. It takes a microsecond or two."""
+    try:
+        saved = os.dup(2)
+    except OSError:  # it is closed
+        yield
+        return
+    try:
+        os.dup2(nowhere(), 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+
+
+@functools.cache
+def nowhere() -> int:
+    return os.open(os.devnull, os.O_WRONLY)
+
+
 class TokenizerJson(Vocabulary):
     """A tokenizer.json, run by the library that defines it (tokenizers)."""
 
     def __init__(self, file: Path, raw: dict, added: dict[int, dict], config: dict):
         import tokenizers
 
-        try:
+        with panics_are_errors(f"{file} is not a valid tokenizer"):
             if not all(isinstance(token, dict) for token in raw.get("added_tokens") or []):
                 raise TypeError("added_tokens must be objects")
             vocab = raw["model"]["vocab"]
@@ -308,10 +354,6 @@ class TokenizerJson(Vocabulary):
             whole = raw | {"truncation": None, "padding": None, "added_tokens": as_text}
             self._library = tokenizers.Tokenizer.from_str(json.dumps(whole))
             self._replaced = replacements(raw.get("decoder"))
-        except (KeyboardInterrupt, MemoryError):
-            raise
-        except BaseException as error:  # the library's PanicException is not an Exception
-            raise ValueError(f"{file} is not a valid tokenizer: {error}") from None
         # The library counts on from the vocabulary, whatever ids the files say
         ids = [self._library.token_to_id(token["content"]) for token in added.values()]
         added = dict(zip(ids, added.values()))
@@ -354,14 +396,16 @@ class TokenizerJson(Vocabulary):
         """What the file's post-processor adds. As in transformers, the configuration does not
         matter."""
         text, _ = self._encode("a")
-        whole = self._library.encode("a").ids
+        with panics_are_errors("the tokenizer fails at the text 'a'"):
+            whole = self._library.encode("a").ids
         for i in range(len(whole)):
             if whole[i : i + len(text)] == text:
                 return whole[:i]
         return []
 
     def _encode(self, text: str) -> tuple[list[int], list[int]]:
-        encoding = self._library.encode(text, add_special_tokens=False)
+        with panics_are_errors("the tokenizer fails at this text"):
+            encoding = self._library.encode(text, add_special_tokens=False)
         begins = []
         for i, (begin, end) in zip(encoding.ids, encoding.offsets):
             if i in self._control_ids and i != self._unknown and end - begin > 1:
@@ -397,45 +441,6 @@ BYTE_LEVEL = {chr(byte): byte for byte in VISIBLE} | {
 # ---- the tokenizer
 
 
-def tokenizer_file(folder: Path) -> Path:
-    """tokenizer.json or tokenizer.model of a folder, in transformers' order. Meta's layout may have
-    the latter in the folder's parent. Raises OSError, ValueError."""
-    whole = folder / "tokenizer.json"
-    files = [folder / "tokenizer.model"]
-    if not (folder / "config.json").is_file():  # Meta's layout
-        files.append(folder.parent / "tokenizer.model")
-    files = [file for file in files if file.is_file()]
-    # some only add tokens to a tokenizer.model
-    if whole.is_file() and (not files or re.search(rb'"model"\s*:\s*\{', read_bytes(whole))):
-        return whole
-    if files:
-        return files[0]
-    if not folder.is_dir():
-        raise FileNotFoundError(f"no folder {folder} here")
-    raise FileNotFoundError(f"{folder} holds no tokenizer.model and no tokenizer.json")
-
-
-def as_llama(raw: dict, folder: Path, config: dict) -> None:
-    """Change a tokenizer.json of Llama 2's kind to what transformers 5 makes of it where the
-    configuration says LlamaTokenizer: the flags there decide about the space before a text."""
-    kind = str(config.get("tokenizer_class")).removesuffix("Fast")
-    model = raw.get("model")
-    if kind != "LlamaTokenizer" or not isinstance(model, dict) or model.get("type") != "BPE":
-        return
-    if '"ByteLevel"' in json.dumps([raw.get("decoder"), raw.get("pre_tokenizer")]):
-        return
-    file = folder / "config.json"
-    if file.is_file() and read_json(file).get("model_type", "llama") != "llama":
-        return
-    scheme = "always" if config.get("legacy") else "first"
-    if config.get("add_prefix_space") is False:
-        scheme = "never"
-    metaspace = {"type": "Metaspace", "replacement": "\u2581", "split": False}
-    raw["pre_tokenizer"] = metaspace | {"prepend_scheme": scheme}
-    raw["normalizer"] = None
-    model |= {"fuse_unk": True, "byte_fallback": True}
-
-
 @dataclass(frozen=True)
 class Prompt:
     """A rendered conversation and its ids; once answered, the ids include the answer's."""
@@ -449,6 +454,11 @@ class Prompt:
     # where the earlier answers whose ids it kept end: characters of the text, and ids
     ends: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def thinks(self) -> bool:
+        """Whether the template has opened what is thought before the answer."""
+        return self.text.rstrip().endswith(THINK)
+
 
 class Tokenizer:
     """A checkpoint's tokenizer.model or tokenizer.json, or GGUF's, its control tokens and its chat
@@ -457,31 +467,17 @@ class Tokenizer:
     @one_line_errors()
     def __init__(
         self,
-        folder: str | Path,
+        files: TokenizerFiles,
         vocab_size: int | None = None,
         bos_id: int | None = None,
-        chat_template: str | None = None,
     ):
-        """folder: the checkpoint's, or a GGUF file; vocab_size and bos_id: the model's;
-        chat_template: a name or a file, instead of the folder's own. Raises OSError; ValueError
-        when a file is broken or its size does not fit the model."""
-        folder = Path(folder)
-        if gguf := find_gguf(folder):
-            file = folder = gguf
-            raw, self.config = tokenizer_files(read_header(gguf))
-        else:
-            file = tokenizer_file(folder)
-            raw = read_bytes(file) if file.suffix == ".model" else read_json(file)
-            self.config = {}
-            for name in ("tokenizer_config.json", "special_tokens_map.json"):
-                # as in transformers, the second is read only of old tokenizers
-                if (folder / name).is_file() and "added_tokens_decoder" not in self.config:
-                    self.config |= read_json(folder / name)
-            if isinstance(raw, dict):
-                as_llama(raw, folder, self.config)
-        kind = SentencePiece if isinstance(raw, bytes) else TokenizerJson
-        added = added_tokens(folder, self.config, raw, vocab_size)
-        self.vocabulary = kind(file, raw, added, self.config)
+        """vocab_size and bos_id: the model's. Raises ValueError when a file is broken or its size does
+        not fit the model."""
+        file = files.file
+        self.config = files.config
+        kind = SentencePiece if isinstance(files.vocabulary, bytes) else TokenizerJson
+        added = added_tokens(files, vocab_size)
+        self.vocabulary = kind(file, files.vocabulary, added, self.config)
         size = self.vocabulary.size
         most = self.vocabulary.size_with_added + PADDING
         if vocab_size is not None and not size <= vocab_size <= most:
@@ -494,9 +490,10 @@ class Tokenizer:
         self.control = self.vocabulary.control
         as_text = self.config.get("split_special_tokens") is True
         self.control_pattern = any_of(() if as_text else self.control, self.vocabulary.single)
+        self.control_names = {id: name for name, id in self.control.items()}
         self._longest = max(map(len, self.control), default=0)
-        self._beginnings = {name[:n] for name in self.control for n in range(1, len(name))}
-        self._endings = {name[n:] for name in self.control for n in range(1, len(name))}
+        self._names = Beginnings(self.control)
+        self._backwards = Beginnings(name[::-1] for name in self.control)
         self.named = dict(self.vocabulary.named)
         for name in NAMES:
             if text := content_of(self.config.get(name)):
@@ -506,13 +503,16 @@ class Tokenizer:
         self.bos = self.control.get(self.named.get("bos_token"), bos_id)
         self.eos = self.control.get(self.named.get("eos_token"), -1)
         self._starts = self.vocabulary.starts(self.bos, self.config)
-        self.chat_template, self.template_name = find_template(folder, self.config, chat_template)
+        self.chat_template = files.template
+        self.template_name = files.template_name
+        self.tool_template = files.tool_template
 
-    def encode(self, text: str, bos: bool = True) -> list[int]:
+    def encode(self, text: str, bos: bool = True, parse_special: bool = False) -> list[int]:
         """Text to ids, after bos unless the checkpoint says otherwise. What looks like a control
-        token is encoded as text. Raises ValueError for a lone surrogate, which UTF-8 cannot
-        encode."""
-        ids = self.vocabulary.encode(_checked(text))
+        token is encoded as text or, with parse_special, as that token. Raises ValueError for a lone
+        surrogate, which UTF-8 cannot encode."""
+        control = self._control_in(_checked(text)) if parse_special else []
+        ids = self.vocabulary.encode_chat(text, control, after=False)
         if bos:
             return self._starts + ids
         return ids
@@ -524,53 +524,67 @@ class Tokenizer:
             return b""
         return self._bytes_of(token)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Ids to text, without the space that some tokenizers put before a text."""
-        raw = b"".join(map(self.bytes_of, ids))
+    def decode(self, ids: Sequence[int], marks: bool = False) -> str:
+        """Ids to text, without the space that some tokenizers put before a text. marks: control
+        tokens are written by their names; otherwise they are left out."""
+        names = self.control_names if marks else {}
+        raw = b"".join(names[i].encode() if i in names else self.bytes_of(i) for i in ids)
         text = _replaced(raw.decode(errors=self.vocabulary.utf8_errors))
         if self.vocabulary.adds_space:
             text = text.removeprefix(" ")
         return text
 
     def apply_chat_template(
-        self, messages: list[dict], add_generation_prompt: bool = True
+        self,
+        messages: list[dict],
+        add_generation_prompt: bool = True,
+        tools: list[dict] | None = None,
+        **variables,
     ) -> list[int]:
         """The ids of chat_prompt, under transformers' name. Raises TypeError for what is no
         conversation ("role" and "content" of each message), ValueError as chat_prompt."""
         is_turn = lambda message: isinstance(message, dict) and {"role", "content"} <= {*message}
         if not messages or not all(map(is_turn, messages)):
             raise TypeError('a conversation is a list of dicts with "role" and "content"')
-        return self.chat_prompt(messages, add_generation_prompt).ids
+        return self.chat_prompt(
+            messages, add_generation_prompt, tools=tools, variables=variables
+        ).ids
 
     def chat_prompt(
         self,
         messages: list[dict],
         add_generation_prompt: bool = True,
-        past: Prompt | None = None,
+        pasts: Sequence[Prompt] = (),
         continues: bool = False,
+        tools: list[dict] | None = None,
+        variables: dict | None = None,
     ) -> Prompt:
         """What the template makes of a conversation, up to where the model answers: its text and
         its ids. Only the template itself writes control tokens: what looks like one in a message is
-        text. As far as it has the answers of `past`, an answered prompt, it has their ids: the
+        text. As far as it has the answers of one of `pasts`, answered prompts, it has their ids: the
         tokens of an answer need not be those that its text would be encoded to, and what was
         evaluated can stay in the cache. continues: the last message is an answer, which is to be
-        continued. Raises ValueError where the template fails."""
-        text, control = self._render(messages, add_generation_prompt and not continues)
+        continued. tools and variables: what else the template is given. Raises ValueError where the
+        template fails."""
+        asks = add_generation_prompt and not continues
+        text, control, end = self._render(messages, asks, tools, variables, continues)
         leaves_space = False
         if continues:
             said = messages[-1]["content"]
-            answer = said.strip()
-            end = text.rfind(answer) + len(answer)
-            if not answer or end < len(answer):
+            if not text[:end].endswith(said.strip()):
                 raise ValueError(
                     "the chat template changes the last answer: it cannot be continued"
                 )
             control = [span for span in control if span[1] <= end]
             # Templates may leave out white space at the end, which the model has to know of
-            _, _, space = said.rpartition(answer)
+            space = said[len(said.rstrip()) :]
             leaves_space = space.endswith(" ")
             text = text[:end] + space.removesuffix(" ")
-        ends = self._common_ends(past, text)
+        ends, past = (), None
+        for each in pasts:
+            found = self._common_ends(each, text)
+            if found[-1:] > ends[-1:]:
+                ends, past = found, each
         start, known = ends[-1] if ends else (0, 0)
         control = [(begin - start, end - start) for begin, end in control if begin >= start]
         ids = self.vocabulary.encode_chat(text[start:], control, after=start > 0)
@@ -581,11 +595,9 @@ class Tokenizer:
         return Prompt(text, ids, continues=continues, leaves_space=leaves_space, ends=ends)
 
     @staticmethod
-    def _common_ends(past: Prompt | None, text: str) -> tuple[tuple[int, int], ...]:
+    def _common_ends(past: Prompt, text: str) -> tuple[tuple[int, int], ...]:
         """Where the answers in `past`, its own among them, end in the text of a conversation that
         begins with them: characters of the text, and ids of `past`."""
-        if past is None:
-            return ()
         ends = tuple(end for end in past.ends if text.startswith(past.text[: end[0]]))
         # If the texts are equal, the same question is asked again
         if not text.startswith(past.text) or text == past.text:
@@ -600,9 +612,9 @@ class Tokenizer:
     def turn_ends(self) -> tuple[set[int], list[str]]:
         """What ends an answer, because the template writes it between an answer and the next
         question: ids of control tokens and, if the template has none for the roles, text."""
-        first, answer, second = (secrets.token_hex(8) for _ in range(3))
+        first, answer, second = (random_digits() for _ in range(3))
         roles = {first: "user", answer: "assistant", second: "user"}
-        text, control = self._render(
+        text, control, _ = self._render(
             [{"role": role, "content": word} for word, role in roles.items()], False
         )
         begin = text.find(answer) + len(answer)
@@ -617,37 +629,95 @@ class Tokenizer:
         lines = any_of(tokens).sub("", gap).strip().splitlines()
         return ids, lines[:1]
 
-    def _render(self, messages: list[dict], add_generation_prompt: bool) -> tuple[str, list[Span]]:
-        """The text of a conversation, and where the template wrote control tokens.
+    def check_systems(
+        self,
+        messages: list[dict],
+        tools: list[dict] | None = None,
+        variables: dict | None = None,
+    ) -> None:
+        """Raise ValueError if the template leaves out a system message, which it may also rewrite: if
+        it leaves out another one in its place."""
+        key = random_digits()
+        others = [*messages]
+        count = 0
+        for i, message in enumerate(messages):
+            if message["role"] == "system" and message["content"].strip():
+                others[i] = message | {"content": f"{key}{count:08}"}
+                count += 1
+        if not count:
+            return
+        given = {**(variables or {}), "messages": others, "tools": tools or None}
+        if len({*re.findall(rf"{key}\d{{8}}", self._written(given, True))}) < count:
+            raise ValueError("the chat template has no place for this system message")
+
+    def _written(self, given: dict, add_generation_prompt: bool) -> str:
+        """What the template makes of the variables that it is given."""
+        template = self.tool_template if given["tools"] else self.chat_template
+        known = dict(add_generation_prompt=add_generation_prompt, documents=None, **self.named)
+        return render(template, **given | known)
+
+    def _render(
+        self,
+        messages: list[dict],
+        add_generation_prompt: bool,
+        tools: list[dict] | None = None,
+        variables: dict | None = None,
+        continues: bool = False,
+    ) -> tuple[str, list[Span], int]:
+        """The text of a conversation, where the template wrote control tokens, and where the last
+        answer ends if it is to be continued. Raises ValueError if that is not in the text.
 
         A sentinel, which is a character that occurs nowhere else, marks what is typed: in messages
         it is put before what looks like a control token, or could become one together with what the
         template writes around the message. None stands in a token or after it, since templates look
         for "</think>" and strip what follows."""
-        typed = _checked("".join(message["content"] for message in messages))
-        everything = self.chat_template + typed
+        given = {**(variables or {}), "messages": messages, "tools": tools or None}
+        used = {*self.chat_template, *self.tool_template, *_checked("".join(strings_in(given)))}
         private = map(chr, range(0x10FFFD, 0xFFFFF, -1))  # plane 16, for private use
-        sentinel = next(c for c in private if c not in everything)
-        marked = []
-        for message in messages:
-            content = self._marked(message["content"], sentinel)
-            marked.append({"role": message["role"], "content": content})
-        variables = dict(
-            messages=marked, add_generation_prompt=add_generation_prompt, tools=None, documents=None
-        )
-        parts = render(self.chat_template, **variables, **self.named).split(sentinel)
+        unused = [*islice((c for c in private if c not in used), 2)]
+        if len(unused) < 2:
+            raise ValueError("the messages use every character for private use of Unicode")
+        sentinel, end_mark = unused
+        marked = {name: self._all_marked(value, sentinel) for name, value in given.items()}
+        for message, original in zip(marked["messages"], messages):
+            message["role"] = original["role"]
+        if continues:
+            said = marked["messages"][-1]["content"]
+            end = len(said.rstrip())
+            marked["messages"][-1]["content"] = said[:end] + end_mark + said[end:]
+        before, *after = self._written(marked, add_generation_prompt).split(end_mark)
+        if len(after) != int(continues):
+            raise ValueError("the chat template leaves out the last answer: it cannot be continued")
+        parts = "".join([before, *after]).split(sentinel)
         typed_at = {*accumulate(map(len, parts[:-1]))}
         text = "".join(parts)
-        return text, [span for span in self._control_in(text) if typed_at.isdisjoint(range(*span))]
+        control = [s for s in self._control_in(text) if typed_at.isdisjoint(range(*s))]
+        return text, control, len(before.replace(sentinel, ""))
+
+    def _all_marked(self, value: object, sentinel: str) -> object:
+        """A value of JSON in which each string is marked."""
+        match value:
+            case str():
+                return self._marked(value, sentinel)
+            case list():
+                return [self._all_marked(item, sentinel) for item in value]
+            case dict():
+                return {
+                    self._marked(name, sentinel): self._all_marked(item, sentinel)
+                    for name, item in value.items()
+                }
+        return value
 
     def _marked(self, content: str, sentinel: str) -> str:
         start = len(content) - len(content.lstrip())
         end = len(content.rstrip())
         places = {begin for begin, _ in self._control_in(content)}
         for i in range(max(start, end - self._longest), end):
-            if content[i:end] in self._beginnings:
+            if content[i] in self._names.first and self._names.has(content[i:end]):
                 places.add(i)
-        if any(content[start : start + n] in self._endings for n in range(1, self._longest)):
+        head = content[start : min(end, start + self._longest)][::-1]
+        lasts = self._backwards
+        if any(head[i] in lasts.first and lasts.has(head[i:]) for i in range(len(head))):
             places.add(start)
         cuts = [0, *sorted(places), len(content)]
         return sentinel.join(content[begin:end] for begin, end in pairwise(cuts))
@@ -655,6 +725,38 @@ class Tokenizer:
     def _control_in(self, text: str) -> list[Span]:
         """Where control tokens are in a text; of several that begin at one place, the longest."""
         return [found.span() for found in self.control_pattern.finditer(text)]
+
+
+def strings_in(value: object) -> Iterator[str]:
+    """The strings in a value of JSON, names of fields among them."""
+    match value:
+        case str():
+            yield value
+        case list():
+            for item in value:
+                yield from strings_in(item)
+        case dict():
+            for name, item in value.items():
+                yield name
+                yield from strings_in(item)
+
+
+class Beginnings:
+    """What names begin with, which takes no more memory than they do."""
+
+    def __init__(self, names: Iterable[str]):
+        self._sorted = sorted(names)
+        self.first = {name[0] for name in self._sorted}
+
+    def has(self, text: str) -> bool:
+        """Whether a name begins with the text, and goes on."""
+        i = bisect_right(self._sorted, text)
+        return i < len(self._sorted) and self._sorted[i].startswith(text)
+
+
+def random_digits() -> str:
+    """A word that occurs nowhere else, and that a template which rewrites text leaves as it is."""
+    return f"{secrets.randbelow(10**16):016}"
 
 
 def _checked(text: str) -> str:
@@ -681,18 +783,39 @@ class TextStream:
     of a stop string until that is decided. The pieces returned, joined, equal all tokens decoded
     together, up to the first stop string, which may contain control tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, strip_space: bool = False, stops: Sequence[str] = ()):
-        """strip_space: a space at the beginning is not part of the text."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        strip_space: bool = False,
+        stops: Sequence[str] = (),
+        shown: Collection[str] = (),
+    ):
+        """strip_space: a space at the beginning is not part of the text. shown: control tokens that
+        the text does not leave out."""
         self.tokenizer = tokenizer
+        ids = {tokenizer.control[name]: name for name in shown if name in tokenizer.control}
+        self._shown = {id: name for id, name in ids.items() if not tokenizer.bytes_of(id)}
         # by id, what stands for a control token of a stop string while text is compared: a lone
         # surrogate, which no text contains
         self._signs: dict[int, str] = {}
         whole = [stop for stop in stops if stop]
-        self.stops = [*whole, *(self._with_signs(stop) for stop in whole)]
+        self.stops = Stops([*whole, *(self._with_signs(stop) for stop in whole)])
         self.strip_space = strip_space
-        self.stopped = False  # a stop string was found
+        self.stop = ""  # the stop string that was found
         self._utf8 = codecs.getincrementaldecoder("utf-8")(tokenizer.vocabulary.utf8_errors)
         self._pending = ""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self.stop != ""
+
+    @property
+    def lacks_text(self) -> bool:
+        """Whether the text so far lacks something of the tokens: what is held back, or a stop
+        string and what follows it."""
+        incomplete, _ = self._utf8.getstate()
+        return bool(incomplete or self._pending)
 
     @property
     def held_back(self) -> int:
@@ -701,13 +824,14 @@ class TextStream:
 
     def push(self, token: int) -> str:
         text = _replaced(self._utf8.decode(self.tokenizer.bytes_of(token)))
-        return self._release(text + self._signs.get(token, ""))
+        return self._release(text + self._shown.get(token, self._signs.get(token, "")))
 
     def finish(self) -> str:
         """What is still held back, once there are no more tokens."""
         text = self._release(_replaced(self._utf8.decode(b"", True)))
         if not self.stopped:
             text += self._without_signs(self._pending)
+            self._pending = ""
         return text
 
     def _with_signs(self, stop: str) -> str:
@@ -729,20 +853,73 @@ class TextStream:
         if self.strip_space and text:
             text = text.removeprefix(" ")
             self.strip_space = False
-        if not self.stops:
-            return text
+        end = len(self._pending)
         self._pending += text
-        # the one that ends first, however the text is cut into tokens; of equals the longest
-        starts = [(self._pending.find(stop), len(stop)) for stop in self.stops]
-        found = [(i + length, i) for i, length in starts if i >= 0]
-        self.stopped = bool(found)
-        keep = max(map(self._begun, self.stops), default=0)
-        _, end = min(found, default=(0, len(self._pending) - keep))
+        for char in text:
+            end += 1
+            stop = self.stops.push(char)
+            if stop:
+                self.stop = self._pending[end - stop : end]
+                end -= stop
+                break
+        else:
+            end -= self.stops.begun
         ready = self._pending[:end]
         self._pending = self._pending[end:]
         return self._without_signs(ready)
 
-    def _begun(self, stop: str) -> int:
-        """How many characters of a stop string the text ends with, not all of them."""
-        sizes = range(min(len(stop), len(self._pending) + 1))
-        return max((n for n in sizes if self._pending.endswith(stop[:n])), default=0)
+
+class _Begun:
+    """What the text ends with: the longest beginning of stop strings. Sorted, those that begin with
+    it lie together."""
+
+    def __init__(self, begin: int = 0, end: int = 0, length: int = 0):
+        self.begin = begin  # of the strings that begin with it
+        self.end = end
+        self.length = length
+        self.shorter: _Begun | None = None  # the next longest, None if there is none
+        self.whole = 0  # the length of the longest stop string that ends here, 0 if none does
+        self.after: dict[str, _Begun] = {}  # by the next character
+
+
+class Stops:
+    """Looks for several strings at once, at a cost for each character that does not depend on how
+    many there are: Aho and Corasick's automaton, of which only those states are made that the text
+    reaches."""
+
+    def __init__(self, strings: Sequence[str]):
+        self.strings = sorted(strings)
+        self._start = self._state = _Begun(0, len(self.strings))
+
+    @property
+    def begun(self) -> int:
+        """How many characters at the end of the text may be the beginning of a string."""
+        return self._state.length
+
+    def push(self, char: str) -> int:
+        """Go on by a character. Returns the length of the string that ends with it, of several the
+        longest, or 0."""
+        unknown = []
+        state = self._state
+        while state and char not in state.after:
+            unknown.append(state)
+            state = state.shorter
+        reached = state.after[char] if state else self._start
+        for state in reversed(unknown):
+            reached = state.after[char] = self._longer(state, char, reached) or reached
+        self._state = reached
+        return reached.whole
+
+    def _longer(self, state: _Begun, char: str, shorter: _Begun) -> _Begun | None:
+        """The state of what is longer by a character; None if no string begins so."""
+        n = state.length
+        after = dict(lo=state.begin, hi=state.end, key=lambda string: string[n : n + 1])
+        begin = bisect_left(self.strings, char, **after)
+        end = bisect_right(self.strings, char, **after)
+        if begin == end:
+            return None
+        longer = _Begun(begin, end, n + 1)
+        longer.shorter = shorter
+        is_whole = len(self.strings[begin]) == n + 1
+        longer.whole = n + 1 if is_whole else shorter.whole
+        return longer

@@ -216,5 +216,6 @@ INT4 = Int4(
     group=GROUP,
     whole=BLOCK,
     e4m3_bound=2.0**-4,
+    groups=(GROUP,),
     **codes4.STREAMED,
 )

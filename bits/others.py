@@ -142,6 +142,22 @@ class Parts(Scaling):
         return in_parts(scale * row, low), in_parts(minimum * row, high)
 
 
+class PartsOf16(Scaling):
+    """int16 [N, K / 16] holds the scale's byte and, above it, the minimum's; int32 [N, K / group] the
+    halves by which these are multiplied, in the same order."""
+
+    def shapes(self, N: int, K: int, group: int) -> Shapes:
+        return {"parts": (torch.int16, (N, K // 16)), "scale": (torch.int32, (N, K // group))}
+
+    def encode(self, rows: Quantised, scale: Tensor, minimum: Tensor) -> Tensors:
+        count = rows.codes.shape[1] // 16
+        first, second = (spread(part.to(torch.int8), count) for part in rows.parts)
+        return _joined(first, second).view(torch.int16), _joined(scale, minimum).view(torch.int32)
+
+    def scales(self, tensors: Tensors, row: Tensor, middle: int) -> Tensors:
+        return Parts().scales(tensors, row, middle)
+
+
 @dataclass(frozen=True, eq=False)
 class FileGroups(Grouped):
     """Three things are stored: the codes of a file, int8 [N, K] with the sign bit flipped, so that
@@ -229,6 +245,7 @@ Q4_0 = FileGroups4(
     stream_load=codes4.stream_load,
     stream_sums=codes4.stream_sums_with_zero,
     group=32,
+    groups=(32,),
     middle=8,
     unit=2.0**-24,
     **codes4.STREAMED,
@@ -289,6 +306,7 @@ Q4_1 = FileGroups4(
     stream_load=_minimum_stream_load,
     stream_sums=codes4.stream_sums_with_minimum,
     group=32,
+    groups=(32, 32),
     scaling=Minimum(),
     unit=2.0**-24,
     **codes4.STREAMED,
@@ -330,6 +348,7 @@ Q4_K = replace(
     scales_of=_q4_k_scales,
     stream_load=_parts_stream_load,
     group=256,
+    groups=(32, 256),
     scaling=Parts(),
     unit=2.0**-30,
 )
@@ -359,6 +378,7 @@ def _with_zeros(group: int) -> FileGroups4:
         stream_load=_zero_stream_load,
         stream_sums=codes4.stream_sums_with_zero,
         group=group,
+        groups=(group,),
         scaling=Zero(),
         unit=2.0**-24,
         **codes4.STREAMED,
@@ -669,6 +689,7 @@ Q8_0 = FileGroups(
     stream_load=_q8_0_stream_load,
     stream_sums=_q8_0_sums,
     group=32,
+    groups=(32,),
     unit=2.0**-8,
     **STREAMED8,
 )
@@ -707,6 +728,7 @@ Q8_1 = replace(
     scales_of=_q8_1_scales,
     stream_load=_minimum_stream_load,
     stream_sums=_q8_1_sums,
+    groups=(32, 32),
     scaling=Minimum(),
 )
 
@@ -734,8 +756,47 @@ Q8_K = replace(
     scales_of=_q8_k_scales,
     stream_load=_parts_stream_load,
     group=256,
+    groups=(32, 256),
     scaling=Parts(),
     unit=2.0**-13,
+)
+
+# Q8_16, for Q2_K, and for the other K types beside it: bytes, with parts for each 16 columns of 256
+
+
+@jit
+def _q8_16_load(
+    w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr
+):
+    codes = load_elements(w, start, k, left, COLUMNS, NEIGHBOURS)
+    parts = load_groups(w[1], start, k, left, COLUMNS, NEIGHBOURS, 16)
+    return codes, parts, load_groups(w[2], start, k, left, COLUMNS, NEIGHBOURS, GROUP)
+
+
+@jit
+def _q8_16_stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    codes = load_codes(w[0], start, k, left, COLUMNS, 4)
+    parts = int16_of(load_words(w[1], start, k, left, COLUMNS, 32, 2))
+    halves = load_two_groups(w[2], start, k, left, COLUMNS, GROUP, 32)
+    return codes, parts, tl.join(halves, halves).reshape(parts.shape)
+
+
+@jit
+def _q8_16_sums(tile, x, sum_x, SCALES: tl.constexpr):
+    scale, minimum = SCALES(tile, 0)
+    sums = scale * _code_sums(tile[0], x, _signed, _SUMS8_ASM)
+    return sums_of(sums + minimum * sum_x[None, :], 4)
+
+
+Q8_16 = replace(
+    Q8_K,
+    name="q8_16",
+    load=_q8_16_load,
+    stream_load=_q8_16_stream_load,
+    stream_sums=_q8_16_sums,
+    column_at=_rotated_2,
+    turns=2,
+    scaling=PartsOf16(),
 )
 
 EXACT = {  # the types of ggml that each format keeps exactly
@@ -744,8 +805,9 @@ EXACT = {  # the types of ggml that each format keeps exactly
     Q4_K: {"Q4_K"},
     Q8_0: {"Q8_0", "Q5_0", "Q4_0", "IQ4_NL"},
     Q8_1: {"Q8_0", "Q5_0", "Q4_0", "Q5_1", "Q4_1", "IQ4_NL"},
-    Q6_K: {"Q6_K", "Q5_K", "Q4_K"},
+    Q6_K: {"Q6_K", "Q5_K", "Q4_K", "Q3_K"},
     Q8_K: {"IQ4_XS", "Q5_K", "Q4_K"},
+    Q8_16: {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"},
 }
 
 
@@ -810,6 +872,7 @@ E4M3_128 = Float8Groups(
     stream_load=_e4m3_128_stream_load,
     stream_sums=_e4m3_128_sums,
     group=128,
+    groups=(128,),
     **STREAMED8,
 )
 

@@ -11,7 +11,7 @@ from __future__ import annotations  # tl.constexpr is not evaluated where there 
 
 from bits.groups import begin_of, half2_of, half_at
 from formats import as_floats, first_rows, load_vector, row_scale
-from launch import EMULATED, gdc_launch_dependents, gdc_wait, jit, tl, triton
+from launch import EMULATED, gdc_launch_dependents, gdc_wait, jit, prepared, tl, triton
 
 
 @jit
@@ -150,7 +150,7 @@ def stream_kernel(
     COUNT: tl.constexpr = max(32, triton.next_power_of_2(ROWS * TILES))
     offs = tl.arange(0, COUNT)
     SIZES: tl.constexpr = EPILOGUE.sizes
-    ready = EPILOGUE.prepare(args, row, 1, end, COUNT, 1, SIZES)
+    ready = prepared(args, row, 0, 1, end, COUNT, 1, EPILOGUE)
     first, offsets = first_rows(ids, N, SUMMED), ()
     for slot in tl.static_range(SUMMED):
         offsets += ((first[slot] - slot) * K,)
@@ -224,4 +224,4 @@ def stream_kernel(
         y += biases
     if EPILOGUE.added is not None:
         y += added
-    EPILOGUE.store(args, y, ready, row, 1, end, COUNT, 1, SIZES)
+    EPILOGUE.store(args, y, ready, 1, end, COUNT, 1, SIZES)

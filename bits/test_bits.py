@@ -75,7 +75,7 @@ def test_products_with_4_bit_matrices(dtype, T, monkeypatch):
         products, "stream_sizes", lambda *_: launch_sizes.StreamSizes(4, 2048, 1, 3)
     )
     monkeypatch.setattr(products, "processors", lambda device: 3)
-    state = SimpleNamespace(norm_eps=1e-5)
+    pass_ = SimpleNamespace(norm_eps=1e-5)
     # weights are decoded to halves; a token's sums are halves, and its norm is not as large as
     # fit_norm has it
     limit = 1e-6 + ONE_UNIT[dtype] * 8
@@ -85,7 +85,7 @@ def test_products_with_4_bit_matrices(dtype, T, monkeypatch):
         w, x = int4_matrix(N, K), randn(T, K, dtype=dtype)
         norm, out = torch.rand(K, device=DEVICE).to(dtype) + 0.5, torch.empty(T, N, device=DEVICE)
         size = dense(w).data.square().mean(1).sqrt()  # rows count alike
-        kernels.rmsnorm_linear(x, norm, w, state, out, accumulate="fp32")
+        kernels.rmsnorm_linear(x, norm, w, pass_, out, accumulate="fp32")
         normed = kernels.rmsnorm_ref(x.float(), norm.float(), 1e-5)
         assert nmse(out / size, normed @ (dense(w).data / size[:, None]).t()) < limit, (N, K)
 
@@ -102,10 +102,10 @@ def test_heads_of_a_4_bit_matrix(monkeypatch):
         qk_norm = randn(2, D, dtype=dtype) if has_norm else None
         bias = randn(N, dtype=dtype) if has_bias else None
         arguments = op_arguments("rmsnorm_qkv_rope", dtype, (3, 1, D), 1, 4, qk_norm=qk_norm)
-        _, layer, state = arguments[0]
+        _, layer, pass_ = arguments[0]
         layer.attention_norm = randn(C, dtype=dtype)
         (layer.wqkv,) = encoded([Matrix(torch.randn(N, C, device=DEVICE), bias=bias)], INT4)
-        return randn(1, C, dtype=dtype), layer, state
+        return randn(1, C, dtype=dtype), layer, pass_
 
     # where few of a norm's weights are large, errors vary between draws
     for extra in ((False, False), (False, True), (True, False)):

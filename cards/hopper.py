@@ -2,20 +2,23 @@
 shared memory.
 
 Attention of a prompt (sm_90); attention of a few query rows per key/value head: those of a few
-tokens, or of a single token whose heads share keys and values."""
+tokens, or of a single token whose heads share keys and values; products of many tokens (sm_90)."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from formats import block_of, columns_of, row_scale
 from launch import (
     INTERPRETED,
+    barrier,
     constexpr,
     gdc_launch_dependents,
     gdc_wait,
     is_last,
     rows_of_program,
     run_or_compile,
+    segment_of,
     split_of,
     triton,
 )
@@ -23,7 +26,7 @@ from launch import (
 if triton:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
     from triton.experimental.gluon.language.nvidia.hopper import (
         fence_async_shared,
         mbarrier,
@@ -34,10 +37,13 @@ if triton:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     jit = gluon.jit
+    constexpr_function = gluon.constexpr_function
 else:  # nothing here is called
 
     def jit(function=None, **options):
         return function or jit
+
+    constexpr_function = jit
 
 
 def descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
@@ -82,25 +88,31 @@ STAGES = constexpr(2)  # buffers for blocks of keys, and for blocks of values
 
 
 @jit
-def _place(prompt):
-    """First row, head, cached positions and number of key blocks of this program."""
-    pos, T, H, G, positions_at_once = prompt
+def _part_of(prompt):
+    """First row, head, and number of key blocks of this program; the place of position 0, how many
+    positions are cached, and how many rows are no padding."""
+    segments, T, H, G, positions_at_once = prompt
     BLOCK_M: gl.constexpr = 2 * ROWS
     pid = gl.program_id(0)
     row_blocks = gl.cdiv(T, BLOCK_M)
-    start_pos = gl.load(pos)
-    heads_at_once = gl.maximum(positions_at_once // (start_pos + T), 1) * G
+    first, start_pos, _, count, _ = segment_of(segments, 0, True, T)
+    heads_at_once = gl.maximum(positions_at_once // (start_pos + count), 1) * G
     block, head = rows_of_program(pid, row_blocks, heads_at_once, H)
     row = block * BLOCK_M
-    end = start_pos + gl.minimum(T, row + BLOCK_M)
-    return row, head, start_pos, gl.cdiv(end, BLOCK_N)
+    end = start_pos + gl.minimum(count, row + BLOCK_M)
+    # With nothing but padding one block is read, to keep the groups in step
+    blocks = gl.where(row < count, gl.cdiv(end, BLOCK_N), 1)
+    return row, head, blocks, first, start_pos, count
 
 
 @jit
-def _load(q, k, v, q_tiles, q_full, keys_and_values, prompt, S, G):
+def _load(q, k, v, q_tiles, q_full, keys_and_values, prompt, P, G, IN_POOL: gl.constexpr):
     """The group that loads."""
     k_tiles, k_full, k_empty, v_tiles, v_full, v_empty = keys_and_values
-    row, head, _, blocks = _place(prompt)
+    row, head, blocks, first, _, _ = _part_of(prompt)
+    run = head // G * P
+    if IN_POOL:
+        run += first
     for group in gl.static_range(2):
         mbarrier.expect(q_full.index(group), q.block_type.nbytes)
         offs_q = [row + group * ROWS, head * HEAD_DIM]
@@ -108,7 +120,7 @@ def _load(q, k, v, q_tiles, q_full, keys_and_values, prompt, S, G):
     for j in range(blocks):
         stage = j % STAGES
         phase = (j // STAGES) & 1
-        n = head // G * S + (blocks - 1 - j) * BLOCK_N
+        n = run + (blocks - 1 - j) * BLOCK_N
         mbarrier.wait(k_empty.index(stage), phase ^ 1)
         mbarrier.expect(k_full.index(stage), k.block_type.nbytes)
         tma.async_copy_global_to_shared(k, [n, 0], k_full.index(stage), k_tiles.index(stage))
@@ -168,12 +180,12 @@ def _step(
 
 
 @jit
-def _multiply(group, out, q_tiles, q_full, keys_and_values, v_clear, prompt, T, qk_scale):
+def _multiply(group, out, q_tiles, q_full, keys_and_values, v_clear, prompt, qk_scale):
     """One of the two groups that multiply."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     k_tiles, k_full, k_empty, v_tiles, v_full, _ = keys_and_values
-    row, head, start_pos, blocks = _place(prompt)
+    row, head, blocks, _, start_pos, count = _part_of(prompt)
     row += group * ROWS
     last = start_pos + row + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     masked = blocks - (start_pos + row + 1) // BLOCK_N  # blocks that some row does not see whole
@@ -193,10 +205,10 @@ def _multiply(group, out, q_tiles, q_full, keys_and_values, v_clear, prompt, T, 
     p = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, ACC, 2))
     # Values past the end get weight 0, but 0 * NaN is NaN: the first group zeroes them, the other
     # waits for it
-    if blocks * BLOCK_N > start_pos + T:
+    if blocks * BLOCK_N > start_pos + count:
         if group == 0:
             mbarrier.wait(v_full.index(0), 0)
-            _clear_rows(v_tiles.index(0), start_pos + T - n)
+            _clear_rows(v_tiles.index(0), start_pos + count - n)
             mbarrier.arrive(v_clear, count=1)
         mbarrier.wait(v_clear, 0)
     # The other blocks on the diagonal
@@ -214,14 +226,18 @@ def _multiply(group, out, q_tiles, q_full, keys_and_values, v_clear, prompt, T, 
     mbarrier.wait(v_full.index(v), ((blocks - 1) // STAGES) & 1)
     acc = warpgroup_mma(p, v_tiles.index(v), acc)
     acc = acc / gl.convert_layout(row_sum, gl.SliceLayout(1, ACC))[:, None]
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
+    acc = gl.where(rows[:, None] < count, acc, 0.0)
     q.store(acc.to(q.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(out, [row, head * HEAD_DIM], q)
     tma.store_wait(0)
 
 
-@jit(do_not_specialize=["T", "S", "H", "G", "positions_at_once"])
-def _hopper_attention_kernel(q, k, v, out, pos, T, qk_scale, S, H, G, positions_at_once):
+@jit(do_not_specialize=["T", "P", "H", "G", "positions_at_once"])
+def _hopper_attention_kernel(
+    q, k, v, out, segments, T, qk_scale, P, H, G, positions_at_once, IN_POOL: gl.constexpr
+):
     q_tiles = gl.allocate_shared_memory(q.dtype, [2, ROWS, HEAD_DIM], q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, BLOCK_N, HEAD_DIM], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, BLOCK_N, HEAD_DIM], v.layout)
@@ -232,12 +248,12 @@ def _hopper_attention_kernel(q, k, v, out, pos, T, qk_scale, S, H, G, positions_
     v_full = _barriers(STAGES, 1)
     v_empty = _barriers(STAGES, 2)
     keys_and_values = (k_tiles, k_full, k_empty, v_tiles, v_full, v_empty)
-    prompt = (pos, T, H, G, positions_at_once)
+    prompt = (segments, T, H, G, positions_at_once)
     gl.warp_specialize(
         [
-            (_multiply, (0, out, q_tiles, q_full, keys_and_values, v_clear, prompt, T, qk_scale)),
-            (_multiply, (1, out, q_tiles, q_full, keys_and_values, v_clear, prompt, T, qk_scale)),
-            (_load, (q, k, v, q_tiles, q_full, keys_and_values, prompt, S, G)),
+            (_multiply, (0, out, q_tiles, q_full, keys_and_values, v_clear, prompt, qk_scale)),
+            (_multiply, (1, out, q_tiles, q_full, keys_and_values, v_clear, prompt, qk_scale)),
+            (_load, (q, k, v, q_tiles, q_full, keys_and_values, prompt, P, G, IN_POOL)),
         ],
         [4, 1],  # warps of the second and the third group
         [240, 24],  # and their registers per thread; the first group has what is left, 240
@@ -254,22 +270,25 @@ def prompt_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     out: Tensor,
-    pos: Tensor,
+    segments: Tensor,
     qk_scale: float,
     positions_at_once: int,
+    in_pool: bool,
 ) -> None:
-    """What attention.attention computes, for heads of dimension 128 and a cache in the type of q,
-    into out [T, H D]. positions_at_once: how many positions of one key/value head take up
-    attention.SHARED_KEYS."""
+    """What attention.attention computes of a single segment, for heads of dimension 128 and keys and
+    values in the type of q, into out [T, H D]. They lie in the pool, [KH, P, D], or are those of the
+    sequence alone, [KH, size, D]. positions_at_once: how many positions of one key/value head take
+    up attention.SHARED_KEYS."""
     T, H, D = q.shape
-    KH, S, _ = k_cache.shape
+    KH, P, _ = k_cache.shape
     queries = descriptor(q.view(T, H * D), [ROWS.value, D])
     result = descriptor(out.view(T, H * D), [ROWS.value, D])
-    keys = descriptor(k_cache.view(KH * S, D), [BLOCK_N.value, D])
-    values = descriptor(v_cache.view(KH * S, D), [BLOCK_N.value, D])
+    keys = descriptor(k_cache.view(KH * P, D), [BLOCK_N.value, D])
+    values = descriptor(v_cache.view(KH * P, D), [BLOCK_N.value, D])
     grid = (triton.cdiv(T, 2 * ROWS.value) * H,)
-    args = (queries, keys, values, result, pos, T, qk_scale, S, H, H // KH, positions_at_once)
-    run_or_compile(_hopper_attention_kernel, grid, q.device, *args, num_warps=4)
+    args = (queries, keys, values, result, segments, T, qk_scale, P, H, H // KH, positions_at_once)
+    options = dict(IN_POOL=in_pool, num_warps=4)
+    run_or_compile(_hopper_attention_kernel, grid, q.device, *args, **options)
 
 
 # ---- attention of a few rows
@@ -378,12 +397,12 @@ def _merge(
 
 @jit
 def few_attention_kernel(
-    q, k_cache, v_cache, out, partial, ends, arrived, pos, T, qk_scale, v_scale,
-    S: gl.constexpr, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, WARPS: gl.constexpr,
-    SPLITS: gl.constexpr, LEAST: gl.constexpr, DECODE: gl.constexpr, PDL: gl.constexpr,
+    q, k_cache, v_cache, out, partial, ends, arrived, segments, P, T, qk_scale, v_scale,
+    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, WARPS: gl.constexpr,
+    BLOCKS: gl.constexpr, SPLITS: gl.constexpr, LEAST: gl.constexpr, DECODE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """16 of the T G rows of a key/value head over one split of the positions; attention.py explains
-    how splits are merged."""
+    """16 of the rows of a segment and a key/value head, G for each token, over one split of the
+    positions; attention.py explains how splits are merged."""
     gdc_launch_dependents(PDL)
     # Elements that a thread loads at once, of a key, and of a value: fewer with small heads in 8
     # bits
@@ -395,15 +414,17 @@ def few_attention_kernel(
     K_LAYOUT: gl.constexpr = gl.DotOperandLayout(1, MMA, E)
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     V_LAYOUT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    pid, split = gl.program_id(0), gl.program_id(1)
-    blocks = gl.cdiv(T * G, 16)
-    head, top = pid // blocks, pid % blocks * 16
-    k_head = k_cache + head.to(gl.int64) * S * D
-    v_head = v_cache + head.to(gl.int64) * S * D
-    # Before the wait: the part of the first block that earlier steps have cached
-    start_pos = gl.load(pos)
-    used, start, end = split_of(start_pos + T, split, SPLITS, BLOCK_N, LEAST)
-    if split < used:
+    pid, split, segment = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    group = segment * gl.num_programs(0) + pid
+    head, top = pid // BLOCKS, pid % BLOCKS * 16
+    is_last_segment = segment == gl.num_programs(2) - 1
+    first, start_pos, begin, count, written = segment_of(segments, segment, is_last_segment, T)
+    offs_head = (head.to(gl.int64) * P + first) * D
+    k_head = k_cache + offs_head
+    v_head = v_cache + offs_head
+    # Before the wait: the part of the first block that earlier passes have cached
+    used, start, end = split_of(start_pos + count, split, SPLITS, BLOCK_N, LEAST)
+    if (split < used) & (top < written * G):
         k = _load_keys(
             k_head, start, start, gl.minimum(end, start_pos), D, BLOCK_D, WARPS, K_LAYOUT
         )
@@ -413,8 +434,9 @@ def few_attention_kernel(
         offs_m = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, Q_LAYOUT)))[None, :, None]
         row = top + offs_m + warp * 0
         d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, gl.SliceLayout(1, Q_LAYOUT)))[None, None, :]
-        mask = (row < T * G) & (d < D)
-        q_tile = gl.load(q + (row // G * H + head * G + row % G) * D + d, mask=mask, other=0.0)
+        mask = (row < count * G) & (d < D)
+        offs_q = ((begin + row // G) * H + head * G + row % G) * D + d
+        q_tile = gl.load(q + offs_q, mask=mask, other=0.0)
         if start + BLOCK_N > start_pos:
             k += _load_keys(k_head, start, start_pos, end, D, BLOCK_D, WARPS, K_LAYOUT)
             v += _load_values(v_head, start, start_pos, end, D, BLOCK_D, WARPS, EV)
@@ -457,11 +479,12 @@ def few_attention_kernel(
         row = top + gl.arange(0, 16, gl.SliceLayout(1, Y))
         column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, Y))
         offs_d = (column // (8 * EV) * (8 * EV) + column % 8 * EV + column // 8 % EV)[None, :]
-        offs = (row // G * H + head * G + row % G)[:, None] * D + offs_d
-        mask_row = row < T * G
+        offs = ((begin + row // G) * H + head * G + row % G)[:, None] * D + offs_d
+        mask_row = row < count * G
+        mask_out = (row < written * G)[:, None] & (offs_d < D)
         if used > 1:
-            first = pid * SPLITS * 16 + row - top
-            index = first + split * 16
+            in_first = group * SPLITS * 16 + row - top
+            index = in_first + split * 16
             maximum = ends + index * 2
             scaled = gl.convert_layout(peak, gl.SliceLayout(1, Y)) * qk_scale
             gl.store(maximum, scaled, mask=mask_row)
@@ -469,18 +492,318 @@ def few_attention_kernel(
             gl.store(
                 partial + index[:, None] * BLOCK_D + column[None, :], y, mask=mask_row[:, None]
             )
-            if is_last(arrived + pid, used):
+            if is_last(arrived + group, used):
                 AT_ONCE: gl.constexpr = SPLITS if SPLITS < 8 else 8
-                total, y = _merge(partial, ends, first, used, mask_row, column, BLOCK_D, AT_ONCE)
-                result = (y / total[:, None]).to(out.dtype.element_ty)
-                gl.store(out + offs, result, mask=mask_row[:, None] & (offs_d < D))
+                total, y = _merge(partial, ends, in_first, used, mask_row, column, BLOCK_D, AT_ONCE)
+                result = gl.where(mask_row[:, None], y / total[:, None], 0.0)
+                gl.store(out + offs, result.to(out.dtype.element_ty), mask=mask_out)
         else:
-            result = (y / total[:, None]).to(out.dtype.element_ty)
-            gl.store(out + offs, result, mask=mask_row[:, None] & (offs_d < D))
+            result = gl.where(mask_row[:, None], y / total[:, None], 0.0)
+            gl.store(out + offs, result.to(out.dtype.element_ty), mask=mask_out)
 
 
-def attends_few(q: Tensor, rows: int) -> bool:
-    """Whether the kernel is meant for these queries. With more tokens or rows, the kernels for
-    prompts are as fast."""
-    T, _, D = q.shape
-    return not INTERPRETED and T <= 64 and rows <= 128 and q.itemsize == 2 and D <= 128
+def attends_few(q: Tensor, longest: int, rows: int) -> bool:
+    """Whether the kernel is meant for segments of at most so many tokens, and rows per key/value
+    head. With more of them, the kernels for prompts are as fast."""
+    fits = longest <= 64 and rows <= 128
+    return not INTERPRETED and fits and q.itemsize == 2 and q.shape[2] <= 128
+
+
+# ---- products with up to some hundred tokens, of a matrix that is decoded on the way
+#
+#      wgmma takes 64 rows of W from the registers of four warps, and x from shared memory. Of every
+#      16 columns of a row it expects from each of four threads
+#
+#          thread     0             1               2               3
+#          columns    0, 1, 8, 9    2, 3, 10, 11    4, 5, 12, 13    6, 7, 14, 15
+#
+#      bits/codes4.py keeps just these in the four words of 32 columns. So a thread reads its word of
+#      each four from shared memory, decodes it, and has its part of W in registers. Codes of 8 bits
+#      are read two at a time. As in attention of a prompt, one group of warps loads, here by cp.async:
+#      codes, the numbers of groups, and x, which is put into the order of W's columns on the way.
+#
+#      Where there are fewer tiles than SMs, several programs divide the columns of a tile (SPLITS),
+#      and the last one to finish adds up their sums.
+
+
+@constexpr_function
+def _layout_of_words(rows, width, warps):
+    """How the threads of wgmma divide words of codes [rows, width]."""
+    powers = lambda first, end: [first << i for i in range((end // first).bit_length() - 1)]
+    registers = [
+        [8, 0],
+        *([0, i] for i in powers(4, width)),
+        *([i, 0] for i in powers(16 * warps, rows)),
+    ]
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    of_warps = [[i, 0] for i in powers(16, 16 * warps)]
+    return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [rows, width])
+
+
+LOADERS = constexpr(4)  # warps that load
+LOADER_REGISTERS = constexpr(40)  # of each of their threads
+
+
+@jit
+def _copy_codes(codes, w, rows, step, K: gl.constexpr, COLUMNS: gl.constexpr):
+    """Start to copy the codes of the COLUMNS columns of a step, 16 bytes a thread. rows: the first
+    row of the tile, and the index of the last one there is, counted from it."""
+    WIDTH: gl.constexpr = codes.shape[1]
+    EACH: gl.constexpr = COLUMNS // WIDTH  # columns in an element
+    VEC: gl.constexpr = 128 // codes.dtype.primitive_bitwidth
+    LANES: gl.constexpr = WIDTH // VEC
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // LANES, LANES], [LOADERS, 1], [1, 0])
+    first, last = rows
+    r = gl.arange(0, codes.shape[0], gl.SliceLayout(1, LAYOUT))
+    start = (first + gl.minimum(r, last)).to(gl.int64) * (K // EACH) + step * WIDTH
+    offs = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    async_copy.async_copy_global_to_shared(codes, w + (start[:, None] + offs[None, :]))
+
+
+@jit
+def _copy_groups(tile, w, rows, step, K: gl.constexpr, GROUP: gl.constexpr):
+    """The same for a tensor with an element for each GROUP columns: one for every 32."""
+    G: gl.constexpr = tile.shape[1]
+    VEC: gl.constexpr = 32 // tile.dtype.primitive_bitwidth if GROUP > 32 else G
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, VEC], [32 * VEC // G, G // VEC], [LOADERS, 1], [1, 0]
+    )
+    first, last = rows
+    r = gl.arange(0, tile.shape[0], gl.SliceLayout(1, LAYOUT))
+    start = (first + gl.minimum(r, last)).to(gl.int64) * (K // GROUP)
+    place = step * G + gl.arange(0, G, gl.SliceLayout(0, LAYOUT))
+    if GROUP > 32:
+        place = place // (GROUP // 32)
+    async_copy.async_copy_global_to_shared(tile, w + (start[:, None] + place[None, :]))
+
+
+@jit
+def _copy_w(
+    tiles, stage, w, rows, step, K: gl.constexpr, COLUMNS: gl.constexpr, FORMAT: gl.constexpr
+):
+    """Start to copy W for a step."""
+    codes, _, groups = tiles
+    _copy_codes(codes.index(stage), w[0], rows, step, K, COLUMNS)
+    for i in gl.static_range(len(FORMAT.groups)):
+        _copy_groups(groups[i].index(stage), w[1 + i], rows, step, K, FORMAT.groups[i])
+
+
+@jit
+def _copy_x(tile, x, rows, step, K: gl.constexpr, FORMAT: gl.constexpr):
+    """Start to copy rows of x for a step, in the order of W's columns."""
+    LAYOUT: gl.constexpr = rows.type.layout.parent
+    offs = step * tile.shape[1] + gl.arange(0, tile.shape[1], gl.SliceLayout(0, LAYOUT))
+    # Runs of eight stay together
+    pointers = x + (rows[:, None] + columns_of(offs, K, FORMAT)[None, :])
+    pointers = gl.max_contiguous(gl.multiple_of(pointers, [16, 16]), [1, 8])
+    async_copy.async_copy_global_to_shared(tile, pointers)
+
+
+@jit
+def _load_tiles(
+    tiles, full, empty, x, w, place, low, steps, K: gl.constexpr, EXPERTS: gl.constexpr,
+    FORMAT: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The group that loads: `steps` blocks of columns from block `low` on."""
+    _, x_tiles, _ = tiles
+    rows, _, begin, T, slots = place
+    STAGES: gl.constexpr = x_tiles.shape[0]
+    TOKENS: gl.constexpr = x_tiles.shape[1]
+    COLUMNS: gl.constexpr = x_tiles.shape[2]
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // COLUMNS, COLUMNS // 8], [LOADERS, 1], [1, 0]
+    )
+    for i in range(gl.minimum(STAGES, steps)):  # before the wait
+        _copy_w(tiles, i, w, rows, low + i, K, COLUMNS, FORMAT)
+    gdc_wait(PDL)
+    t = gl.minimum(gl.arange(0, TOKENS, gl.SliceLayout(1, LAYOUT)), T - 1)
+    if EXPERTS is None:
+        x_rows = (begin + t).to(gl.int64) * K
+    else:
+        slot = gl.load(slots[0] + t, mask=t >= 0, other=0)
+        x_rows = (slot // EXPERTS.shared).to(gl.int64) * K
+    for i in range(steps):
+        stage = i % STAGES
+        if i >= STAGES:
+            mbarrier.wait(empty.index(stage), (i // STAGES - 1) & 1)
+            _copy_w(tiles, stage, w, rows, low + i, K, COLUMNS, FORMAT)
+        _copy_x(x_tiles.index(stage), x, x_rows, low + i, K, FORMAT)
+        async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+
+
+@jit
+def _multiply_tiles(
+    tiles, full, empty, w, place, steps, result, SPLITS: gl.constexpr, EXPERTS: gl.constexpr,
+    FORMAT: gl.constexpr, EPILOGUE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The groups that multiply."""
+    codes, x_tiles, groups = tiles
+    STAGES: gl.constexpr = x_tiles.shape[0]
+    TOKENS: gl.constexpr = x_tiles.shape[1]
+    ROWS: gl.constexpr = codes.shape[1]
+    WIDTH: gl.constexpr = codes.shape[2]
+    WARPS: gl.constexpr = gl.num_warps()
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    acc = gl.zeros([ROWS, TOKENS], gl.float32, MMA)
+    for i in range(steps):
+        stage = i % STAGES
+        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        if codes.dtype == gl.int32:
+            WORDS: gl.constexpr = _layout_of_words(ROWS, WIDTH, WARPS)
+            tile = (codes.index(stage).load(WORDS).reshape(ROWS, WIDTH // 4, 4),)
+        else:
+            tile = (codes.index(stage).load(OPERAND),)
+        for j in gl.static_range(len(FORMAT.groups)):
+            tile += (groups[j].index(stage).load(gl.AutoLayout()),)
+        values = FORMAT.values(tile if len(FORMAT.groups) > 0 else tile[0], FORMAT.scales_of)
+        a = gl.convert_layout(values.to(x_tiles.dtype), OPERAND)
+        fence_async_shared()
+        acc = warpgroup_mma(a, x_tiles.index(stage).permute((1, 0)), acc, is_async=True)
+        acc, a = warpgroup_mma_wait(0, deps=[acc, a])
+        mbarrier.arrive(empty.index(stage), count=1)
+    gdc_wait(PDL)
+    _, _, _, T, _ = place
+    if T > 0:
+        _hand_over(acc, w, place, result, SPLITS, EXPERTS, FORMAT, EPILOGUE)
+
+
+@jit
+def _hand_over(
+    acc, w, place, result, SPLITS: gl.constexpr, EXPERTS: gl.constexpr, FORMAT: gl.constexpr,
+    EPILOGUE: gl.constexpr,
+):  # fmt: skip
+    """The last of the programs that share a tile adds up their sums and hands them to the
+    epilogue."""
+    ROWS: gl.constexpr = acc.shape[0]
+    TOKENS: gl.constexpr = acc.shape[1]
+    # Pairs of rows side by side
+    BESIDE: gl.constexpr = ROWS // 64
+    OTHERS: gl.constexpr = gl.num_warps() // BESIDE
+    OUT: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [BESIDE, OTHERS], [0, 1])
+    y = gl.convert_layout(acc, OUT)
+    if SPLITS == 1:
+        _finish(y, w, place, result, EXPERTS, FORMAT, EPILOGUE)
+    else:
+        _, _, _, shared = result
+        partial, arrived = shared
+        _, _, _, T, _ = place
+        tile = gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)
+        r = gl.arange(0, ROWS, gl.SliceLayout(1, OUT))[:, None]
+        t = gl.arange(0, TOKENS, gl.SliceLayout(0, OUT))[None, :]
+        parts = partial + tile.to(gl.int64) * (SPLITS * TOKENS * ROWS) + (t * ROWS + r)
+        gl.store(parts + gl.program_id(2) * (TOKENS * ROWS), y, mask=t < T)
+        if is_last(arrived + tile, SPLITS):
+            y = gl.zeros([ROWS, TOKENS], gl.float32, OUT)
+            for s in gl.static_range(SPLITS):
+                part = parts + s * (TOKENS * ROWS)
+                y += gl.load(part, mask=t < T, other=0.0, cache_modifier=".cg")
+            _finish(y, w, place, result, EXPERTS, FORMAT, EPILOGUE)
+
+
+@jit
+def _finish(
+    y, w, place, result, EXPERTS: gl.constexpr, FORMAT: gl.constexpr, EPILOGUE: gl.constexpr
+):
+    """Hand y [ROWS, TOKENS] to the epilogue."""
+    w_rows, row, begin, T, slots = place
+    first, _ = w_rows
+    args, N, biases, _ = result
+    ROWS: gl.constexpr = y.shape[0]
+    TOKENS: gl.constexpr = y.shape[1]
+    OUT: gl.constexpr = y.type.layout
+    offs = gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
+    rows = (row + offs)[:, None]
+    if FORMAT.gain is not None:
+        y *= row_scale(w, first + offs, row + offs < N, FORMAT.gain)[:, None]
+    if len(biases) > 0:
+        y += gl.load(biases[0] + rows, mask=rows < N, other=0.0).to(gl.float32)
+    t = gl.arange(0, TOKENS, gl.SliceLayout(0, OUT))[None, :]
+    if EXPERTS is None:
+        t += begin
+        T += begin
+    if EPILOGUE.pairs:
+        even, odd = gl.split(y.reshape(ROWS // 2, 2, TOKENS).permute(0, 2, 1))
+        rows = gl.arange(0, ROWS // 2, gl.SliceLayout(1, even.type.layout))[:, None] + row // 2
+        t = gl.convert_layout(t, even.type.layout)
+    elif EPILOGUE.added is not None:
+        added = args[EPILOGUE.added] + t * N + rows
+        y += gl.load(added, mask=(rows < N) & (t < T), other=0.0).to(gl.float32)
+    SIZES: gl.constexpr = EPILOGUE.sizes
+    args = args + slots
+    ready = EPILOGUE.prepare(args, rows, t, T, N, TOKENS, SIZES)
+    EPILOGUE.store(args, y, ready, T, N, ROWS, TOKENS, SIZES)
+
+
+@jit
+def many_kernel(
+    x, w, bias, T, args, order, counts, partial, arrived, N, K: gl.constexpr, TOKENS: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr,
+    EXPERTS: gl.constexpr, FORMAT: gl.constexpr, EPILOGUE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """ROWS rows of W times up to TOKENS of T tokens, or slots of an expert.
+
+    place    the first row of W, and how many may follow it; the same row counted within its matrix;
+             the first token, or where an expert's slots begin; how many there are; the slots
+    result   what the epilogue gets, the bias, and where programs that share a tile leave sums"""
+    gdc_launch_dependents(PDL)
+    codes: gl.constexpr = w[0].dtype.element_ty
+    WIDTH: gl.constexpr = COLUMNS // 8 if codes == gl.int32 else COLUMNS
+    VEC: gl.constexpr = 128 // codes.primitive_bitwidth
+    PHASES: gl.constexpr = WIDTH // VEC if WIDTH // VEC < 8 else 8
+    C_SHARED: gl.constexpr = gl.SwizzledSharedLayout(VEC, 8 // PHASES, PHASES, [1, 0])
+    G_SHARED: gl.constexpr = gl.SwizzledSharedLayout(COLUMNS // 32, 1, 1, [1, 0])
+    X_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    code_tiles = gl.allocate_shared_memory(codes, [STAGES, ROWS, WIDTH], C_SHARED)
+    x_tiles = gl.allocate_shared_memory(x.dtype.element_ty, [STAGES, TOKENS, COLUMNS], X_SHARED)
+    groups = ()
+    for i in gl.static_range(len(FORMAT.groups)):
+        groups += (
+            gl.allocate_shared_memory(
+                w[1 + i].dtype.element_ty, [STAGES, ROWS, COLUMNS // 32], G_SHARED
+            ),
+        )
+    tiles = (code_tiles, x_tiles, groups)
+    full = _barriers(STAGES, 32 * LOADERS)
+    empty = _barriers(STAGES, 1)
+    row = gl.program_id(1) * ROWS
+    first = row
+    slots = ()
+    if EXPERTS is None:
+        begin = gl.program_id(0) * TOKENS
+        T -= begin
+    else:
+        gdc_wait(PDL)
+        offs_e = gl.arange(0, EXPERTS.padded, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        expert, begin, T = block_of(counts, offs_e, gl.program_id(0), TOKENS, EXPERTS)
+        first = expert.to(gl.int64) * N + row
+        slots = (order + begin,)
+    place = ((first, N - 1 - row), row, begin, T, slots)
+    STEPS: gl.constexpr = K // COLUMNS
+    EACH: gl.constexpr = (STEPS + SPLITS - 1) // SPLITS
+    low = gl.program_id(2) * EACH
+    steps = gl.where(T > 0, gl.minimum(EACH, STEPS - low), 0)
+    # What warp_specialize hands over may be a tensor or a tuple, but not None
+    biases = ()
+    shared = ()
+    if bias is not None:
+        biases = (bias,)
+    if SPLITS > 1:
+        shared = (partial, arrived)
+    result = (args, N, biases, shared)
+    # Triton 3.6 does not see that what follows may overwrite what block_of's sums are read from
+    barrier()
+    gl.warp_specialize(
+        [
+            (_multiply_tiles, (tiles, full, empty, w, place, steps, result, SPLITS, EXPERTS, FORMAT, EPILOGUE, PDL)),
+            (_load_tiles, (tiles, full, empty, x, w, place, low, steps, K, EXPERTS, FORMAT, PDL)),
+        ],
+        [LOADERS],
+        [LOADER_REGISTERS],
+    )  # fmt: skip
+
+
+def registers(warps: int, programs: int) -> int:
+    """How many registers a thread has at first, if so many programs with so many warps that multiply
+    are to fit on an SM."""
+    return min(224, 65536 // (32 * (warps + LOADERS.value) * programs) // 8 * 8)

@@ -46,16 +46,18 @@ class FewSizes(NamedTuple):
     ahead: int
 
 
-class GroupedSizes(NamedTuple):
-    """How the product of a prompt with its experts is divided: tiles of `block` slots by `rows`
-    rows of W, `columns` columns at a time in 16 bits, half as many in 32 and twice as many in
-    8."""
+class ManySizes(NamedTuple):
+    """How a product of many tokens is divided: tiles of `block` tokens, or slots of an expert, by
+    `rows` rows of W, `columns` columns at a time in 16 bits, half as many in 32 and twice as many in
+    8, of which `stages` - 1 are in flight. In cards/hopper.py `programs` programs have room on an
+    SM; other kernels have up to four stages."""
 
     block: int
     rows: int
     columns: int
     warps: int
     stages: int
+    programs: int
 
 
 class SplitSizes(NamedTuple):
@@ -83,8 +85,11 @@ def tables() -> dict[str, Any]:
     few       bits per weight, tokens (padded to 8 or 16), op, exact columns of W (0 for any other):
               FewSizes. null stands for the library, or for the kernel of prompts with experts:
               where that was faster, and for 16-bit weights on cards that were not measured
-    grouped   bits per weight, slots for each expert, on average: GroupedSizes
-    split     query rows per key/value head: SplitSizes
+    many      bits per weight, "dense", "experts" or "codes", tokens, or slots for each expert on
+              average: ManySizes. "codes" are prompts with experts in E4M3. null stands for the
+              library, or instead of codes for decoded values
+    single_rows  segments of one query row per key/value head each: SplitSizes
+    split     query rows of a segment per key/value head, if there are several: SplitSizes
     few_rows  exact capability: SplitSizes of cards/hopper.py's kernel for a few rows, whose tiles
               are 16 positions per warp
 
@@ -136,9 +141,15 @@ def few_sizes(
     return FewSizes(*found) if found else None
 
 
-def grouped_sizes(device: torch.device, bits: int, each: int) -> GroupedSizes:
-    table = nearest(nearest(tables()["grouped"], capability(device)), bits)
-    return GroupedSizes(*nearest(table, each))
+def many_sizes(device: torch.device, bits: int, kind: str, each: int) -> ManySizes | None:
+    """Returns None where another way is faster."""
+    kinds = nearest(nearest(tables()["many"], capability(device)), bits)
+    found = nearest(kinds[kind], each)
+    return ManySizes(*found) if found else None
+
+
+def single_row_sizes(device: torch.device, segments: int) -> SplitSizes:
+    return SplitSizes(*nearest(nearest(tables()["single_rows"], capability(device)), segments))
 
 
 def split_sizes(device: torch.device, rows: int) -> SplitSizes:

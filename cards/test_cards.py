@@ -16,7 +16,7 @@ from cards import sizes as launch_sizes
 from formats import Matrix
 from fp8 import E4M3
 from kernels import PRODUCTS
-from model import PROMPT_CHUNK
+from passes import PROMPT_CHUNK
 from tests.helpers import ARCHITECTURES, DEVICE, HERE, ONE_UNIT, encoded, nmse, op_arguments
 
 # ---- cpu.py

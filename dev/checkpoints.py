@@ -17,6 +17,8 @@ from safetensors.torch import save_file
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from loading import gguf as layout_gguf
+from loading import hugging_face
 from loading.checkpoint import read_config
 from loading.names import model_parts
 from loading.templates import TEMPLATES
@@ -107,7 +109,8 @@ def make_checkpoints(home: Path) -> list[Path]:
     c = read_config(first)
     parts = model_parts(c).values()
     values = [torch.randn(part.shape(c)) for part in parts]
-    tensors = dict(zip([part.name_in("hugging_face") for part in parts], values))
+    names = [part.name_in("model.layers", hugging_face.NAMES[part.stem]) for part in parts]
+    tensors = dict(zip(names, values))
     save_file(tensors, first / "model.safetensors")
 
     def like(name: str, spared: str = "model.safetensors") -> Path:
@@ -124,7 +127,8 @@ def make_checkpoints(home: Path) -> list[Path]:
     params = dict(dim=32, n_layers=1, n_heads=2, n_kv_heads=1, vocab_size=-1, multiple_of=32)
     (meta / "params.json").write_text(json.dumps(params | {"ffn_dim_multiplier": 0.5}))
     save_awq(like("awq"), config, tensors)
-    save_gguf(home / "gguf", first, dict(zip([part.name_in("gguf") for part in parts], values)))
+    names = [part.name_in("blk", layout_gguf.NAMES[part.stem]) for part in parts]
+    save_gguf(home / "gguf", first, dict(zip(names, values)))
     return sorted(path for path in home.iterdir() if path.is_dir())
 
 

@@ -65,10 +65,10 @@ def transformers_rows(args: argparse.Namespace, ours: list[Row]) -> Iterator[Row
     """Prompts, then generation by Hugging Face's generate, eager and with its static cache."""
     device = pick_device(args.device, args.ranks)
     model = transformers_model(args, DTYPES[ours[0].dtype], device)
-    for row, (kind, T, depth) in zip(ours, args.tests):
+    for row, (kind, T, depth, texts) in zip(ours, args.tests):
         vocab_size = model.config.vocab_size
         # It needs a token in its cache
-        before = torch.randint(3, vocab_size, (1, max(depth, 1)), device=device)
+        before = torch.randint(3, vocab_size, (texts, max(depth, 1)), device=device)
         if kind == "pp":
             ids = torch.randint(3, vocab_size, (1, T), device=device)
             speeds = prompt_speeds(model, before, ids, args.repetitions)
@@ -101,8 +101,8 @@ def prompt_speeds(model, before: Tensor, ids: Tensor, repetitions: int) -> list[
 def generation_speed(
     model, before: Tensor, T: int, repetitions: int, options: dict
 ) -> float | None:
-    """Tokens a second of generating T tokens, without the prompt: the difference to generating one.
-    Returns None if that is lost in noise."""
+    """Tokens a second of generating T tokens after each prompt [texts, length], without the prompts:
+    the difference to generating one. Returns None if that is lost in noise."""
 
     def seconds_of(count: int) -> float:
         fixed = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -112,7 +112,7 @@ def generation_speed(
 
     with_prompt = seconds_of(T + 1)
     prompt = seconds_of(1)
-    return T / (with_prompt - prompt) if with_prompt > prompt else None
+    return before.shape[0] * T / (with_prompt - prompt) if with_prompt > prompt else None
 
 
 def peer(row: Row, backend: str, speeds: list[float]) -> Row:
@@ -125,6 +125,7 @@ def peer(row: Row, backend: str, speeds: list[float]) -> Row:
         std=std,
         percent_of_ceiling=row.percent_of_ceiling * mean / row.tokens_per_s,
         ratio=row.tokens_per_s / mean,
+        first_ms=None,
     )
 
 

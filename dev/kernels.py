@@ -22,8 +22,8 @@ import bench
 from cards.cpu import cpu_product_dtype
 from dev.passes import device_time
 from formats import Matrix
-from model import Llama, State
-from sampling import Sampler
+from model import Llama
+from passes import Pass, Passes
 from talk import bench_flags
 from talk.cli import Parser, note, use_safe_streams
 
@@ -132,43 +132,42 @@ def random_inputs(model: Llama, T: int) -> Inputs:
     return Inputs(x, copies, normal(c.dim), normal(c.q_dim), h, logits)
 
 
-def ops_of(model: Llama, state: State, inputs: Inputs) -> dict[str, Callable[[int], object]]:
+def ops_of(model: Llama, pass_: Pass, inputs: Inputs) -> dict[str, Callable[[int], object]]:
     """The only place here that knows the arguments of the model's ops."""
     x, copies, residual, y, h, logits = inputs
     c = model.config
     ops = model.ops
     layers = model.weights.layers
     eps = c.norm_eps
-    sampler = Sampler(model.device)
     queries = y.view(len(y), c.n_heads, c.head_dim)
-    routes = [ops.route(x, layer, state) for layer in layers]  # None without experts
+    routes = [ops.route(x, layer, pass_) for layer in layers]  # None without experts
 
     def rmsnorm(i: int) -> object:
         return ops.rmsnorm(copies[i], layers[0].ffn_norm, eps)
 
     def qkv(i: int) -> object:
-        return ops.rmsnorm_qkv_rope(x, layers[i], state)
+        return ops.rmsnorm_qkv_rope(x, layers[i], pass_)
 
     def attention(i: int) -> object:
-        return ops.attention(queries, layers[i], state)
+        return ops.attention(queries, layers[i], pass_)
 
     def wo(i: int) -> object:
         return ops.linear_add(y, layers[i].wo, residual)
 
     def route(i: int) -> object:
-        return ops.route(x, layers[i], state)
+        return ops.route(x, layers[i], pass_)
 
     def w2(i: int) -> object:
         return ops.linear_add(h, layers[i].w2, residual, routes[i])
 
     def swiglu(i: int) -> object:
-        return ops.rmsnorm_swiglu(x, layers[i], state, routes[i])
+        return ops.rmsnorm_swiglu(x, layers[i], pass_, routes[i])
 
     def output(i: int) -> object:
-        return ops.rmsnorm_linear(x, model.weights.norm, model.weights.output, state, logits)
+        return ops.rmsnorm_linear(x, model.weights.norm, model.weights.output, pass_, logits)
 
     def sample(i: int) -> object:
-        return ops.sample(logits, state.tokens, state.host_tokens, state.device_pos, sampler)
+        return ops.sample(logits, pass_)
 
     return {
         "rmsnorm": rmsnorm,
@@ -195,7 +194,7 @@ def plain_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def plain_ops(
-    model: Llama, state: State, inputs: Inputs, start_pos: int
+    model: Llama, pass_: Pass, inputs: Inputs, start_pos: int
 ) -> dict[str, Callable[[int], object]]:
     """One token goes through experts as in gpt-fast, which gathers their matrices. There is nothing
     here for several tokens and experts."""
@@ -208,10 +207,10 @@ def plain_ops(
     T = len(x)
     end = start_pos + T
     queries = y.view(T, H, D)
-    cos, sin = (t.to(x.dtype)[:, None] for t in state.rope[start_pos:end].unbind(-1))
-    keys, values = state.k, state.v
+    cos, sin = (t.to(x.dtype)[:, None] for t in pass_.rope[start_pos:end].unbind(-1))
+    keys, values = pass_.k, pass_.v
     if model.kv_fp8:  # PyTorch has no keys and values in 8 bits
-        keys, values = x.new_zeros(2, c.n_layers, KH, state.size, D)
+        keys, values = x.new_zeros(2, c.n_layers, KH, pass_.size, D)
 
     @cache
     def dense(m: Matrix) -> Tensor:  # in the model's dtype, whatever its format
@@ -290,11 +289,10 @@ def plain_ops(
 def kernel_rows(model: Llama, T: int, start_pos: int) -> Iterator[dict]:
     """The ops at T tokens after start_pos others, on the data of each layer in turn, which are
     several times the size of the L2: memory is measured, not the cache."""
-    state = State(model)
-    state.advance(start_pos)
+    pass_ = Passes(model).at(start_pos, T)
     inputs = random_inputs(model, T)
-    ours = ops_of(model, state, inputs)
-    plain = plain_ops(model, state, inputs, start_pos)
+    ours = ops_of(model, pass_, inputs)
+    plain = plain_ops(model, pass_, inputs, start_pos)
     counts = {"rmsnorm": len(inputs.copies), "rmsnorm_linear": 4, "sample": 4}
     for op in ours:
         if op == "route" and not model.config.n_experts:

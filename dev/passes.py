@@ -16,7 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import bench
-from model import Llama, State, captured
+from launch import captured
+from model import Llama
+from passes import Passes
 from talk import bench_flags
 from talk.cli import Parser, note, use_safe_streams, within
 
@@ -39,16 +41,12 @@ def device_time(run: Callable[[], object], model: Llama, repetitions: int = 10) 
     return statistics.median(times[2:])
 
 
-def pass_seconds(model: Llama, state: State, T: int, depth: int) -> float:
-    """How long it takes to evaluate T random tokens at a depth."""
-
-    state.tokens.random_(model.config.vocab_size)
-
-    def run() -> None:
-        state.seek(depth)
-        model.evaluate(T, state)
-
-    return device_time(run, model, 20)
+def pass_seconds(passes: Passes, T: int, depth: int) -> float:
+    """How long it takes to evaluate T random tokens of a text at a depth."""
+    model = passes.model
+    passes.cache.tokens.random_(model.config.vocab_size)
+    pass_ = passes.at(depth, T)
+    return device_time(lambda: model.forward(pass_, pass_.logits), model, 20)
 
 
 @torch.inference_mode()
@@ -56,14 +54,15 @@ def show_passes(args: argparse.Namespace) -> None:
     depth = args.depth[0]
     lengths = [1, *(T for T in args.tokens if T > 1)]
     model = bench.open_model(args, args.dtype[0], depth + max(lengths), args.format[0])
-    state = State(model)
-    seconds = [pass_seconds(model, state, T, depth) for T in lengths]
+    passes = Passes(model)
+    seconds = [pass_seconds(passes, T, depth) for T in lengths]
     about = dict(model=args.model, format=bench.format_of(model), depth=depth)
     rows = []
     for T, s in zip(lengths, seconds):
         rows.append(about | dict(tokens=T, ms=1e3 * s, ratio=s / seconds[0]))
     bench.show(rows, args.output)
-    note("ratio: to the time of a single token")
+    on = f"{model.backend} ops on {bench.device_name(model.device, args.ranks)}"
+    note(f"{on}; ratio: to the time of a single token")
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

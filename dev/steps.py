@@ -20,7 +20,9 @@ sys.path.insert(0, str(ROOT))
 
 import bench
 from dev.kernels import LAYER_PRODUCTS, arithmetic_dtype, cost, open_model
-from model import Llama, State
+from launch import captured
+from model import Llama
+from passes import Passes
 from talk import bench_flags
 from talk.cli import Parser, note, use_safe_streams
 
@@ -36,7 +38,7 @@ PATTERNS = {
     "attention": "attention",
     "sample": "sample",
     "embedding": "embedding",
-    "product": "_vector_kernel|stream_kernel|_few_kernel|_grouped_kernel|linear|gemm|nvjet|cutlass"
+    "product": "_vector_kernel|stream_kernel|_few_kernel|many_kernel|linear|gemm|nvjet|cutlass"
     "|mm|mv",
     "rmsnorm": "^_rmsnorm_kernel$",
 }
@@ -135,16 +137,13 @@ def show_profiles(args: argparse.Namespace) -> None:
     start_pos, T = max(args.depth[0], 100), args.n_prompt[0]
     model = open_model(args, start_pos + T + 8)
     ids = bench.random_ids(model, start_pos + T)
-    state = State(model)
-    model.prefill(ids[:start_pos], state)
-    step = lambda: model.step(1, state)
+    passes = Passes(model)
+    passes.prefill(ids[:start_pos])
+    pass_ = passes.at(start_pos, 1)
+    step = lambda: passes.advance(pass_)
     if model.uses_graphs:
-        step = model.graph(state).replay
-
-    def prefill() -> None:
-        state.truncate(0)
-        model.prefill(ids[:T], state)
-
+        step = captured(step, model.device).replay
+    prefill = lambda: passes.prefill(ids[:T])
     on = f"{model.backend} ops on {bench.device_name(model.device, args.ranks)}"
     show_profile(f"decode step, T 1, {start_pos} before, {on}", step, model, 1, start_pos)
     show_profile(f"prefill, T {T}, 0 before, {on}", prefill, model, T, 0)

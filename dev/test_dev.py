@@ -29,7 +29,8 @@ from figures import plot
 from fp8 import E4M3
 from loading.names import formats_of, layer_tensors, tensor_in
 from loading.random_model import random_weights
-from model import Llama, State
+from model import Llama
+from passes import Passes
 from tests.helpers import (
     DEVICE,
     HERE,
@@ -111,11 +112,10 @@ def test_kernels_equal_plain_pytorch(experts):
     """What is timed beside each other computes the same; but for SwiGLU, whose rows it mixes up."""
     model = tiny_llama(torch.float32, **experts)
     for T, start_pos in ((1, 9), (5, 0), (5, 9)):
-        state = State(model)
-        state.advance(start_pos)
+        pass_ = Passes(model).at(start_pos, T)
         inputs = op_table.random_inputs(model, T)
-        ours = op_table.ops_of(model, state, inputs)
-        plain = op_table.plain_ops(model, state, inputs, start_pos)
+        ours = op_table.ops_of(model, pass_, inputs)
+        plain = op_table.plain_ops(model, pass_, inputs, start_pos)
         same = ["rmsnorm", "rmsnorm_qkv_rope", "attention", "wo"]
         if experts:
             assert ours["route"](1).ids.tolist() == plain["route"](1).indices.tolist()
@@ -127,7 +127,7 @@ def test_kernels_equal_plain_pytorch(experts):
             if op == "attention":  # PyTorch's has heads before tokens
                 expected = expected[0].transpose(0, 1)
             assert_close(ours[op](1).reshape(expected.shape), expected)
-    ours = op_table.ops_of(model, state, op_table.random_inputs(model, 1))
+    ours = op_table.ops_of(model, pass_, op_table.random_inputs(model, 1))
     assert ours["rmsnorm_linear"](0).isfinite().all()
 
 
@@ -148,13 +148,15 @@ def test_compare_with_transformers(dev_cli, tiny, tiny_saved, monkeypatch):
 
     def wall_times(run, *_) -> list[float]:
         ids = run()
-        return [1.0 if ids is None else float(ids.shape[1])]
+        return [float(ids.shape[1]) if torch.is_tensor(ids) and ids.dim() == 2 else 1.0]
 
     monkeypatch.setattr(bench, "wall_times", wall_times)
     monkeypatch.setattr(bench, "generation_speeds", lambda *_: [4.0])
+    monkeypatch.setattr(bench, "first_token_ms", lambda *_: 7.0)
     flags = "-p 4 -n 2 -r 1 -d 9 -o json".split()
     models = ("-m", f"random:{tiny / 'config.json'}", "-m", tiny)
     rows = rows_of(dev_cli(compare, *models, *flags, "--format", "none,e4m3"))
+    assert [row["first_ms"] for row in rows] == 2 * [None, 7.0, None, 7.0, None, None, None]
     keys = ("format", "test", "backend", "tokens_per_s", "ratio")
     assert [tuple(row[key] for key in keys) for row in rows] == 2 * [
         ("none", "pp4 @ d9", "torch", 4.0, None),
@@ -219,10 +221,10 @@ def test_tuner_writes_the_sizes_that_products_take(experts, format, monkeypatch,
         slow[op] = found is None or list(found) != candidates[kind][1]
         return found
 
-    def seconds(model, state, T, depth):
+    def seconds(passes, T, depth):
         slow.clear()
-        state.seek(depth)
-        model.evaluate(T, state)
+        pass_ = passes.at(depth, T)
+        model.forward(pass_, pass_.logits)
         return 1.0 + sum(slow.values())
 
     for kind, tried in candidates.items():
@@ -245,7 +247,7 @@ def test_tuner_writes_the_sizes_that_products_take(experts, format, monkeypatch,
     ours |= {"rmsnorm_qkv_rope", "linear_add", "rmsnorm_linear"}
     kept_in_8_bits = {"rmsnorm_linear"} if format else set()
     for T in (1, 8, 16):
-        seconds(model, State(model), T, tuner.DEPTH)
+        seconds(Passes(model), T, tuner.DEPTH)
         assert slow.keys() == ours and {op for op in ours if slow[op]} == kept_in_8_bits, slow
     written = json.loads((tmp_path / "launch.json").read_text())
     assert written == json.loads(json.dumps(tables))

@@ -23,7 +23,8 @@ from cards.sizes import nearest, save_tables, tables
 from dev.passes import pass_seconds
 from formats import Matrix
 from launch import capability, triton
-from model import Llama, State
+from model import Llama
+from passes import Passes
 from talk import bench_flags
 from talk.cli import Parser, use_safe_streams
 
@@ -91,10 +92,10 @@ def tune(args: argparse.Namespace) -> None:
     model = bench.open_model(args, args.dtype[0], 256, args.format[0])
     if not model.uses_graphs:
         raise ValueError("tuning times the Triton kernels on a GPU")
-    state = State(model)
+    passes = Passes(model)
 
     def seconds_of(T: int) -> float:
-        return pass_seconds(model, state, T, DEPTH)
+        return pass_seconds(passes, T, DEPTH)
 
     for _ in range(20):
         seconds_of(1)  # a GPU that was idle is slower at first
@@ -106,8 +107,8 @@ def tune(args: argparse.Namespace) -> None:
     else:
         single = (1, own_table(model, "vector"), vector_candidates)
     few = own_table(model, "few")
-    passes = [single, (8, few[8], few_candidates), (16, few[16], few_candidates)]
-    for T, table, candidates in passes:
+    rounds = [single, (8, few[8], few_candidates), (16, few[16], few_candidates)]
+    for T, table, candidates in rounds:
         print(f"T = {T}, as it is: {1e6 * seconds_of(T):.1f} us")
         for op, w in products_of(model):
             columns = w.columns

@@ -1,86 +1,70 @@
 """How the name of a checkpoint becomes the weights of a model, step by step, as `load` does it.
 
       a name: "owner/name", a folder or a GGUF file
-    1   |  hub.py        finds it on this machine, or downloads it
+    1   |  hub.py          finds it on this machine, or downloads it
       a path
-    2   |  headers.py    where tensors lie in a file: the header of a safetensors file
-        |  torchfile.py  the same for a file that torch.save wrote
-        |  sources.py    which layout is it: Hugging Face's, Meta's, GGUF, or --save's? And what lies
-        |               where in each
-      a Source
-    3   |  config.py     reads config.json or params.json, and refuses what is not supported
-        |  families.py   what tells Llama, Qwen3 and other families apart: a row each
-        |  gguf.py       translates the header of a GGUF file into the fields of a config.json
+    2   |  LAYOUTS (here)  which layout is it? Each is one file: hugging_face.py, meta.py, gguf.py
+        |                  (with ggml.py and gguf_tokenizer.py) and, for what --save wrote, saved.py.
+        |                  layouts.py has what they share, tokenizer_files.py the tokenizer's files
+        |  reading.py      the header of a safetensors file: where tensors lie in it
+        |  torchfile.py    the same for a file that torch.save wrote
+      a Layout
+    3   |  families.py     what tells Llama, Qwen3 and other families apart: a row each
+        |  rope.py         what a configuration says about RoPE
       a Config
-    4   |  names.py      the tensors of such a model, and what each layout calls their parts
+    4   |  names.py        the tensors of such a model, and the parts that make them up
       names and shapes
-    5   |  reading.py    reads tensors in files, some rows of several at once
-        |  quantised.py  how other programs store the matrices that they have quantised
-        |  tensors.py    a tensor of a model, made of those in files
-        |  layouts.py    all tensors of a model, made of a Source's. Only headers are read, and checked
-      a Checkpoint: the Config and its tensors
-    6   |  place.py       chooses device, type and backend, and asks whether it all fits into memory
-    7   |  Loader         (here) copies them to the device. A matrix stays in floats, is encoded
-        |               (fp8.py, bits/int4.py), or
-        |  bits/others.py keeps what other programs have quantised, bit for bit
+    5   |  tensors.py      a tensor of the model, made of those in files
+        |  quantised.py    how other programs store the matrices that they have quantised
+        |  layouts.py      all tensors of a model. Only headers are read, and checked
+      a Checkpoint: the Config, the tensors, and whatever else its files say
+    6   |  place.py        chooses device, type, backend and formats, and asks whether it all fits
+        |                  into memory
+    7   |  loader.py       copies the tensors to the device. A matrix stays in floats, is encoded
+        |                  (fp8.py, bits/int4.py), or is kept bit for bit as others have quantised it
+        |                  (bits/others.py). reading.py reads them, some rows of several at once
       Weights, in a Llama (model.py)
 
-A tensor of the model, such as w13 of layer 3, has three descriptions. Its ModelTensor is what the
-model needs: a shape, and the parts w1 and w3. Its SourceTensor says how a checkpoint stores these,
-and joins them. Under it, FileTensors say where the bytes lie in files. A SourceTensor is read piece
-by piece, while the next pieces are on their way from the files (reading.py), and each piece knows
-which rows of the tensor it is, so that the Loader only copies it there.
+A tensor of the model, such as w13 of layer 3, has four names on its way. Its ModelTensor is what the
+model needs: a shape, and the parts w1 and w3. A list of Stored says how a checkpoint has them, and
+which rows of w13 each is. Under these, FileTensors say where the bytes lie in files. They are read
+piece by piece, while the next Pieces are on their way from the files, and each knows which rows of
+the tensor it is, so that the loader only copies it there.
 
-What is particular to a layout stands in hub.py, config.py, names.py, sources.py and layouts.py.
-files.py opens all files, since none is trusted. save.py goes the other way, and writes the weights
-of a Loader to a folder."""
+files.py opens all files, since none is trusted. `save` goes the other way, and writes the weights of
+a loader to a folder."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+import os
+import shutil
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from tqdm import tqdm
 
-from cards.cpu import in_cpu_layout, storage_dtype
-from formats import Format, Matrix, Tensors
 from kernels import FORMATS
 from loading import hub
-from loading.config import read_sampling
 from loading.files import one_line_errors
-from loading.layouts import formats_as_stored, tensors_for
-from loading.names import (
-    CUT,
-    Formats,
-    Kind,
-    ModelTensor,
-    formats_of,
-    largest_read,
-    layer_weights,
-    matrix_shapes,
-    model_parts,
-    model_tensors,
-    weight_bytes,
-)
-from loading.place import (
-    check_accumulate,
-    check_choice,
-    check_groups,
-    check_memory,
-    pick_backend,
-    pick_device,
-    pick_dtype,
-)
-from loading.sources import small_source, source_of, weight_files
-from loading.tensors import ALL, Rows, columns_in
-from model import Config, LayerWeights, Llama, Weights, enumerated
-from ranks.processes import Ranks, share
+from loading.gguf import GgufFile, files_of, read_header
+from loading.hugging_face import HuggingFaceFolder, sampling_of, unsupported_settings
+from loading.layouts import Files, Layout, nothing_in, tensors_for
+from loading.loader import Loader, llama_of
+from loading.meta import MetaFolder
+from loading.names import model_parts, weight_bytes
+from loading.place import DTYPES
+from loading.place import place as place_of
+from loading.saved import SAVED, SavedFolder, as_saved, filled, is_empty, write_tensors
+from loading.templates import find_template
+from loading.tensors import flaw
+from loading.tokenizer_files import files_in
+from model import Config, Llama, enumerated
+from ranks.processes import Ranks
 from sampling import Sampling
+from settings import Options
+from tokenizer import Tokenizer, TokenizerFiles
 
 # ---- all steps
 
@@ -89,134 +73,125 @@ from sampling import Sampling
 def load(
     name: str | Path | Checkpoint,
     *,
-    dtype: str = "auto",
-    device: str = "auto",
-    ctx_size: int | None = None,
-    backend: str = "auto",
-    format: str | None = None,
-    kv_fp8: bool = False,
-    accumulate: str = "auto",
-    quiet: bool = False,
     ranks: Ranks = Ranks(),
     sampling: dict[str, float] | None = None,
+    quiet: bool = False,
+    **options,
 ) -> Llama:
     """Load a checkpoint: a folder in Hugging Face's or Meta's layout, a GGUF file or a repository of
-    the hub, see find_checkpoint, or one that is open already.
+    the hub, see open_checkpoint, or one that is open already.
 
-    ctx_size: the context, which must fit into memory beside the weights; 0 is the model's own; None
-    is that, but at most 4096. format: the one for the matrices, a name of kernels.FORMATS; what
-    `save` wrote has its own. kv_fp8: keys and values in 8 bits. accumulate: how a prompt's products
-    are summed, see kernels.py. quiet: no progress bar. ranks: the processes that share the model,
-    if there are several. sampling: settings that replace the checkpoint's own. Raises ValueError,
+    ranks: the processes that share the model, if there are several. sampling: settings that replace
+    the checkpoint's own. quiet: no progress bar. options: see settings.Options. Raises ValueError,
     OSError or MemoryError, in one line that says what to do."""
-    check_choice("format", format, (None, *FORMATS))
-    if ctx_size is not None and ctx_size < 0:
-        raise ValueError(
-            f"ctx_size is {ctx_size}; it must be a number of tokens, or 0 for the model's own"
-        )
-
-    # Steps 1 to 5, unless they have been taken
-    checkpoint = name
-    if not isinstance(name, Checkpoint):
-        checkpoint = Checkpoint(find_checkpoint(name))
-    folder = checkpoint.folder
-    config = checkpoint.config
+    options = Options(**options)
+    checkpoint = name if isinstance(name, Checkpoint) else open_checkpoint(name)
+    checkpoint.check_original(options.format, or_own=True)
     given = sampling or {}
-    checkpoint.check_original(format, or_own=True)
-    own = read_sampling(folder, given)
-
-    # Step 6
-    on = pick_device(device, ranks)
-    backend = pick_backend(backend, on)
-    if backend == "triton" and config.head_dim % 8:
-        wrong = f"head_dim is {config.head_dim}; the kernels need a multiple of 8"
-        raise ValueError(f"{folder}: {wrong}: use backend torch")
-    as_dtype = pick_dtype(dtype, checkpoint.dtype, on, checkpoint.elements)
-    if ctx_size is None:
-        ctx_size = min(config.max_seq_len, 4096)
-    ctx_size = ctx_size or config.max_seq_len
-    if config.sliding_window and ctx_size > config.sliding_window:
-        window = f"sliding_window is {config.sliding_window}"
-        raise ValueError(f"{folder}: {window}: a ctx_size of {ctx_size} is not supported")
-    check_accumulate(accumulate, backend, on, as_dtype)
-    config = config.cut(ranks.size)
-    matrix_dtype = storage_dtype(backend, as_dtype, on)
-    formats = formats_of(config, checkpoint.format or FORMATS.get(format))
-    if formats:
-        matrix_dtype = checkpoint.dtype  # codes do not depend on --dtype
-    else:
-        # On a CPU torch has no fast product for 8-bit codes in groups, so they are decoded
-        decodes = on.type == "cpu" and backend == "torch"
-        formats = formats_as_stored(checkpoint.tensors, config, most_bits=4 if decodes else 8)
-    check_groups(config, formats)
-    ranks.join(on)
-    check_memory(config, as_dtype, on, ctx_size, formats, kv_fp8, ranks, matrix_dtype)
-
-    # Step 7
-    loader = Loader(checkpoint, as_dtype, matrix_dtype, on, formats, backend, ranks, quiet)
-    with torch.inference_mode():
-        weights = loader.load()
-    if on.type == "cuda":
-        del loader
-        torch.cuda.empty_cache()  # what loading needed in addition to the weights
-    return Llama(
-        config=config,
-        weights=weights,
-        backend=backend,
-        device=on,
-        dtype=as_dtype,
-        ctx_size=ctx_size,
-        checkpoint=checkpoint,
-        kv_fp8=kv_fp8,
-        accumulate=accumulate,
-        ranks=ranks,
-        sampling=Sampling(**own | given),
-    )
+    sampling = Sampling(**checkpoint.sampling(given) | given)
+    place = place_of(options, checkpoint.config, ranks, checkpoint)
+    weights = Loader(checkpoint, place, ranks, quiet).load()
+    return llama_of(weights, place, options, ranks, checkpoint=checkpoint, sampling=sampling)
 
 
-# ---- step 1: from a name to a path
+# ---- steps 1 to 5: from a name to the configuration and its tensors
+
+LAYOUTS = (GgufFile, MetaFolder, HuggingFaceFolder)
 
 
 @one_line_errors()
-def find_checkpoint(name: str | Path) -> Path:
-    """The path of a checkpoint, a folder or a GGUF file. name: such a path, or a repository of the
-    Hugging Face hub, "owner/name", or "owner/name:Q4_K_M" for one of its GGUF files. A repository
-    that is not in the hub's cache is downloaded. Raises OSError or ValueError, in one line that
-    says what to do, and TypeError for a name that is neither a text nor a path."""
+def open_checkpoint(name: str | Path) -> Checkpoint:
+    """The checkpoint of a name: a folder, a GGUF file, or a repository of the Hugging Face hub,
+    "owner/name", or "owner/name:Q4_K_M" for one of its GGUF files. A repository that is not in the
+    hub's cache is downloaded. Raises OSError or ValueError, in one line that says what to do, and
+    TypeError for a name that is neither a text nor a path."""
     if not isinstance(name, str | Path):
         kinds = 'a folder, a GGUF file or "owner/name" on the hub'
         raise TypeError(f"a model is given as {kinds}, not as {type(name).__name__}")
-    return hub.find_checkpoint(str(name), read_config, is_whole)
+    if path := hub.local_checkpoint(str(name)):
+        return Checkpoint(path)
+    repository = hub.Repository(str(name))
+    checkpoint = of_repository(repository)
+    checkpoint.layout.notes += repository.notes
+    if checkpoint.folder.is_file() and not repository.kind:
+        taken = f"{checkpoint.folder.name} is taken; {name}:KIND takes another"
+        checkpoint.layout.notes.append(f"of the GGUF files in {name}, {taken}")
+    return checkpoint
 
 
-def is_whole(path: Path) -> bool:
-    """Whether everything that a checkpoint refers to is there. Without an index, a missing file of
-    Meta's shows only in tensors that do not fit."""
+def of_repository(repository: hub.Repository) -> Checkpoint:
+    cached = [*repository.cached()]
+    for path in cached:
+        if checkpoint := whole_checkpoint(path):
+            return checkpoint
+    if cached and repository.is_offline:
+        return Checkpoint(cached[0])  # which says what is wrong with it
+    with repository.plain_errors():
+        # A model that is not supported is refused before its weights are fetched
+        if not repository.is_gguf and "config.json" in repository.names:
+            read_config(repository.download_small())
+        path = repository.download()
+    return Checkpoint(path)
+
+
+def whole_checkpoint(path: Path) -> Checkpoint | None:
+    """The checkpoint at a path if everything is there that it refers to. Without an index, a missing
+    file of Meta's shows only in tensors that do not fit. Raises ValueError for a model that is not
+    supported."""
     try:
-        if path.is_dir():
-            weight_files(path)
-        source = source_of(path)
-        config = source.config()
+        if path.is_dir() and not Files(path).has_weights():
+            return None  # the small files may be of another checkpoint
+        layout = layout_at(path)
+        config = layout.config()
     except OSError:
-        return False
-    except ValueError:  # it is not supported, and `load` will say why
-        return True
+        return None
     try:
-        tensors_for(source, config)
-        source.tokenizer()
+        layout.tokenizer()
+        return Checkpoint(path, layout, config)
     except (OSError, ValueError):
-        return False
-    return True
-
-
-# ---- steps 2 to 5: from a path to the configuration and its tensors
+        return None
 
 
 @one_line_errors()
-def read_config(folder: Path) -> Config:
+def read_config(path: Path) -> Config:
     """The configuration in config.json, in Meta's params.json or in a GGUF file. Raises OSError or
     ValueError."""
-    return small_source(folder).config()
+    return original_layout(Files(path)).config()
+
+
+def original_layout(files: Files) -> Layout:
+    """The layout of a path, or of the small files that --save has copied from the original. Raises
+    OSError, ValueError."""
+    for layout in LAYOUTS:
+        if layout.is_at(files):
+            return layout(files)
+    raise nothing_in(files.path, "neither config.json nor params.json: not a checkpoint")
+
+
+def layout_at(path: Path) -> Layout:
+    """The layout of a path. Raises OSError, ValueError."""
+    files = Files(path)
+    original = original_layout(files)
+    if SavedFolder.is_at(files):
+        return SavedFolder(files, original)
+    return original
+
+
+@one_line_errors()
+def open_tokenizer(
+    path: str | Path,
+    vocab_size: int | None = None,
+    bos_id: int | None = None,
+    chat_template: str | None = None,
+) -> Tokenizer:
+    """The tokenizer of a folder or a GGUF file, whatever else is there. Raises OSError,
+    ValueError."""
+    path = Path(path)
+    if file := hub.find_gguf(path):
+        files = files_of(read_header(file), chat_template)
+    else:
+        files = files_in(path, chat_template)
+    return Tokenizer(files, vocab_size, bos_id)
 
 
 class Checkpoint:
@@ -224,26 +199,46 @@ class Checkpoint:
     read."""
 
     @one_line_errors()
-    def __init__(self, folder: Path):
-        """folder: that of the checkpoint, or a GGUF file. Raises OSError, ValueError."""
-        self.folder = folder
-        self.source = source_of(folder)
-        config = self.source.config()
-        self.format = self.source.format  # of the matrices, if --save has encoded them
-        self.config, self.tensors = tensors_for(self.source, config)
+    def __init__(self, path: Path, layout: Layout | None = None, config: Config | None = None):
+        """path: of a folder or a GGUF file. layout, config: what has been opened of it already.
+        Raises OSError, ValueError."""
+        self.folder = path
+        self.layout = layout or layout_at(path)
+        self.format = self.layout.format  # of the matrices, if --save has encoded them
+        self.config, self.tensors = tensors_for(self.layout, config or self.layout.config())
+
+    def sampling(self, overridden: Collection[str] = ()) -> dict[str, float]:
+        """What it says about sampling, by the names of Sampling, without those that are overridden.
+        Raises ValueError."""
+        return sampling_of(self.layout.generation, overridden)
+
+    def tokenizer_files(self, chat_template: str | None = None) -> TokenizerFiles:
+        """What a Tokenizer is made of. chat_template: a name or a file, instead of its own. Raises
+        OSError, ValueError."""
+        return self.layout.tokenizer_files(chat_template)
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know, a line each."""
+        notes = [*self.layout.notes]
+        if unsupported := unsupported_settings(self.layout.generation):
+            notes.append(
+                f"generation_config.json: {', '.join(unsupported)}: not supported, ignored"
+            )
+        return notes
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of its floats."""
         if self.config.dtype and not self.format:
             return self.config.dtype
-        return self.tensors["tok_embeddings"].dtype
+        return self.tensors["tok_embeddings"][0].file.dtype
 
     @property
     def quantised(self) -> str:
         """How others have quantised matrices, in words; empty if they are floats."""
-        found = set().union(*(tensor.all_schemes for tensor in self.tensors.values()))
-        return enumerated({scheme.name for scheme in found if scheme})
+        schemes = (stored.scheme for tensor in self.tensors.values() for stored in tensor)
+        return enumerated({scheme.name for scheme in schemes if scheme})
 
     @property
     def is_encoded(self) -> bool:
@@ -268,139 +263,54 @@ class Checkpoint:
         """What is wrong with the first tensor of floats that holds NaN or inf, in the file or once
         converted to dtype. Returns None if there is none. Codes are checked as they are read."""
         for tensor in self.tensors.values():
-            flaw = tensor.flaw(dtype)
-            if flaw:
-                return flaw
+            wrong = flaw(tensor, dtype)
+            if wrong:
+                return wrong
         return None
 
 
-# ---- step 7: the loader
+# ---- the way back
 
 
-@dataclass
-class Loader:
-    """Loads the tensors one by one, so that the model is never in memory twice. A matrix is in
-    matrix_dtype or in a format; unless the file has it in that format, it is encoded here. All else
-    is in dtype: norms are small, and a token reads only one row of the embedding. With several
-    ranks, each loads its share of every matrix."""
-
-    checkpoint: Checkpoint
-    dtype: torch.dtype
-    matrix_dtype: torch.dtype
-    device: torch.device
-    formats: Formats
-    backend: str = ""  # whose ops will read the matrices, if any will
-    ranks: Ranks = Ranks()
-    quiet: bool = False
-
-    def __post_init__(self) -> None:
-        self.whole = self.checkpoint.config
-        self.config = self.whole.cut(self.ranks.size)
-        self.shapes = matrix_shapes(self.config)
-        self.encoded: dict[str, Tensors] = {}
-        if self.formats and not self.checkpoint.is_encoded:
-            # Allocate what stays first, to avoid fragmentation
-            for name, format in self.formats.items():
-                self.encoded[name] = format.empty(*self.shapes[name], self.device)
-            self.workspace = torch.empty(
-                largest_read(self.config), dtype=self.matrix_dtype, device=self.device
-            )
-        self.bar = tqdm(
-            total=weight_bytes(self.config, self.dtype, self.formats),
-            unit="B",
-            unit_scale=True,
-            desc="loading",
-            disable=self.quiet or None,  # None: if there is no terminal
-            leave=False,
+@one_line_errors()
+def save(name: str, target: str, *, quiet: bool = False, format: str = "e4m3", **options) -> Path:
+    """Write a checkpoint with its matrices in a format to the folder `target`, which must be new or
+    empty. After an error nothing is left there. Returns its model.safetensors. All other tensors
+    are in dtype; auto is the checkpoint's own, even on a CPU. options: those of settings.Options
+    that say so, and the device. Raises ValueError, OSError or MemoryError, in one line that says
+    what to do."""
+    options = Options(format=format, ctx_size=1, backend="torch", **options)
+    checkpoint = open_checkpoint(name)
+    to = Path(os.path.expanduser(target)).resolve()
+    if to.exists() and (not to.is_dir() or not is_empty(to)):
+        raise FileExistsError(f"{to} is not an empty folder: save to a new one")
+    checkpoint.check_original(format)
+    if options.dtype == "auto":
+        own = next(name for name, dtype in DTYPES.items() if dtype == checkpoint.dtype)
+        options = replace(options, dtype=own)
+    place = place_of(options, checkpoint.config, Ranks(), checkpoint)
+    need = weight_bytes(place.config, place.dtype, place.formats) / 1e9
+    at = to if to.exists() else to.parent
+    free = shutil.disk_usage(at).free / 1e9
+    if need > free:
+        raise OSError(
+            f"the model takes {need:.2f} GB, but {at} has {free:.2f} GB free: save elsewhere"
         )
+    with filled(to) as made:
+        write_small_files(checkpoint, made)
+        as_encoded = replace(place, backend="")  # not in a layout for anyone's products
+        weights = Loader(checkpoint, as_encoded, quiet=quiet).load()
+        write_tensors(made, place.config, weights, FORMATS[format])
+    return to / SAVED
 
-    def load(self) -> Weights:
-        with self.bar:
-            embedding, *of_layers, norm, output = model_tensors(self.whole)
-            table = self.vector(embedding)
-            if self.config.tie_embeddings and "output" not in self.formats:
-                tied = table[self.share("output_rows")].to(self.matrix_dtype)
-                stays = tied.data_ptr() == table.data_ptr()
-                last = in_cpu_layout(Matrix(tied), self.backend, self.dtype, stays=stays)
-            else:
-                last = self.matrix(output)
-            layers = itertools.groupby(of_layers, lambda t: t.layer)
-            return Weights(
-                table, [self.layer(tensors) for _, tensors in layers], self.vector(norm), last
-            )
 
-    def layer(self, tensors: Iterable[ModelTensor]) -> LayerWeights:
-        made = {}
-        for t in tensors:
-            if t.is_matrix:
-                made[t.field] = self.matrix(t)
-            elif t.kind is Kind.PLAIN:
-                made[t.field] = Matrix(self.vector(t))
-            else:
-                made[t.field] = self.vector(t)
-        return layer_weights(made)
-
-    def share(self, dim: str) -> slice:
-        """This rank's share of one of the sizes of the whole model."""
-        size = getattr(self.whole, dim)
-        if dim not in CUT:
-            return slice(0, size)
-        count = getattr(self.whole, CUT[dim])
-        taken = share(count, self.ranks.rank, self.ranks.size)
-        return slice(taken.start * size // count, taken.stop * size // count)
-
-    def rows(self, t: ModelTensor) -> Rows:
-        """This rank's rows of a tensor of the whole model."""
-        return t.rows(self.whole, self.share)
-
-    def fill(self, data: Tensor, t: ModelTensor, columns: slice = ALL) -> None:
-        """Read these columns of a tensor into `data`, whose rows are this rank's."""
-        tensor = self.checkpoint.tensors[t.name]
-        for place, values in tensor.read(self.device, self.rows(t), columns):
-            if values.is_cpu and values.dtype != data.dtype:
-                values = values.float()  # torch is slow at converting between 16-bit types
-            data[place].copy_(values, non_blocking=True)
-
-    def vector(self, t: ModelTensor) -> Tensor:
-        """A norm, a bias, a router or the embedding."""
-        made = torch.empty(t.shape(self.config), dtype=self.dtype, device=self.device)
-        self.fill(made, t)
-        self.bar.update(made.nbytes)
-        return made
-
-    def matrix(self, t: ModelTensor) -> Matrix:
-        shape = self.shapes[t.name]
-        columns = self.share(t.parts[0].dims[-1])
-        format = self.formats.get(t.name)
-        if not format:
-            made = Matrix(torch.empty(shape, dtype=self.matrix_dtype, device=self.device))
-            self.fill(made.data, t, columns)
-        elif t.name in self.encoded:
-            made = Matrix(self.encode(format, t, columns), format)
-        else:
-            tensors = format.empty(*shape, self.device)
-            tensor = self.checkpoint.tensors[t.name]
-            tensor.write(format, tensors, self.device, self.rows(t), columns)
-            made = Matrix(tensors, format)
-        self.bar.update(made.nbytes)
-        if t.of_experts:
-            return made  # products take some of its rows
-        return in_cpu_layout(made, self.backend, self.dtype, self.formats.values())
-
-    def encode(self, format: Format, t: ModelTensor, columns: slice) -> Tensors:
-        """Encode a matrix from whole rows, so that its codes do not depend on the number of ranks;
-        if the format cannot be cut, from this rank's columns."""
-        N, kept = self.shapes[t.name]  # the columns of this rank
-        K = t.shape(self.whole)[1]
-        data = self.workspace[: N * K].view(N, K)
-        self.fill(data, t)
-        tensors = self.encoded[t.name]
-        try:
-            if kept == K or not format.can_be_cut(K, kept):
-                return format.encode(data[:, columns], tensors)
-            for tensor, all_columns in zip(tensors, format.encode(data)):
-                tensor.copy_(all_columns[:, columns_in(columns, K, all_columns.shape[1])])
-            return tensors
-        except ValueError as error:
-            flaw = self.checkpoint.tensors[t.name].flaw(self.matrix_dtype)
-            raise ValueError(flaw or str(error)) from None
+def write_small_files(checkpoint: Checkpoint, to: Path) -> None:
+    """Write everything but the tensors that Checkpoint and Tokenizer read, so that they find the
+    same in `to` as in the checkpoint. Raises OSError, ValueError."""
+    files = checkpoint.tokenizer_files()
+    small_files = as_saved(checkpoint.layout.small_files())
+    for name, content in small_files.items():
+        (to / name).write_bytes(content)
+    # The template may have been recognised by the path of the original's folder
+    if files.template != find_template(to, files.config)[0]:
+        (to / "chat_template.jinja").write_text(files.template)

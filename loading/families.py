@@ -43,7 +43,7 @@ class Family:
     gguf: str  # its general.architecture in a GGUF file, which families may share
     # For fields that a config.json leaves out: transformers' defaults, if they are not Llama's
     defaults: dict[str, Any] = field(default_factory=dict)
-    # What its folders call tensors differently, by the usual names: those of names.Part
+    # What its folders call tensors differently, by the stems of names.Part
     renames: dict[str, str] = field(default_factory=dict)
     has_window: Callable[[Fields], bool] = in_some_layers
     qkv_bias: bool | None = None  # None: as attention_bias says, for wo as well
@@ -53,6 +53,9 @@ class Family:
     experts: bool = False
     norm_topk: bool | None = None  # None: as norm_topk_prob says
     in_pairs: bool = False  # rows of q and k that RoPE rotates together are neighbours in GGUF
+    gguf_renames: dict[str, str] = field(default_factory=dict)  # the same as renames, in GGUF
+    joined: bool = False  # q, k and v are one tensor in files, and so are w1 and w3
+    factors: bool = False  # a config.json scales embedding, attention, residual and logits
 
 
 # By model_type in a config.json
@@ -79,15 +82,48 @@ FAMILIES = {
             "rope_theta": 1e6,
         },
         renames={
-            "mlp.gate.weight": "block_sparse_moe.gate.weight",
-            "mlp.experts.{}.gate_proj.weight": "block_sparse_moe.experts.{}.w1.weight",
-            "mlp.experts.{}.up_proj.weight": "block_sparse_moe.experts.{}.w3.weight",
-            "mlp.experts.{}.down_proj.weight": "block_sparse_moe.experts.{}.w2.weight",
+            "feed_forward.gate": "block_sparse_moe.gate",
+            "feed_forward.experts.w1": "block_sparse_moe.experts.{}.w1",
+            "feed_forward.experts.w3": "block_sparse_moe.experts.{}.w3",
+            "feed_forward.experts.w2": "block_sparse_moe.experts.{}.w2",
         },
         has_window=always,
         qkv_bias=False,
         experts=True,
         norm_topk=True,
+        in_pairs=True,
+    ),
+    "phi3": Family(
+        gguf="phi3",
+        defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        has_window=always,
+        qkv_bias=False,
+        joined=True,
+    ),
+    "granite": Family(gguf="granite", has_window=never, mlp_bias=True, in_pairs=True, factors=True),
+    "seed_oss": Family(
+        gguf="seed_oss",
+        defaults={
+            "attention_bias": True,
+            "max_position_embeddings": 1 << 19,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+        },
+        has_window=never,
+        mlp_bias=True,
+        gguf_renames={"ffn_norm": "post_attention_norm"},
+    ),
+    # Of Mistral Small 3 and its relatives, whose text_config says mistral, or this
+    "ministral3": Family(
+        gguf="llama",
+        defaults={
+            "max_position_embeddings": 1 << 18,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+        },
+        has_window=always,
+        qkv_bias=False,
         in_pairs=True,
     ),
     "qwen2": Family(
@@ -121,7 +157,14 @@ FAMILIES = {
 }
 
 
+INSTEAD = "take a model of one of these, or run it in transformers or llama.cpp"
+
+
 def family_of(f: Fields) -> Family:
     """The family that a config.json names, or Llama. Raises ValueError."""
-    f.refuse_unless("model_type", *FAMILIES)
-    return FAMILIES[f.get("model_type", "llama")]
+    name = f.get("model_type", "llama")
+    if name not in [*FAMILIES]:  # which may be anything
+        listed = ", ".join(FAMILIES)
+        what = f"model_type is {name!r}, which is not supported (supported: {listed})"
+        raise ValueError(f"{f.file}: {what}: {INSTEAD}")
+    return FAMILIES[name]

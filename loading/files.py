@@ -145,15 +145,3 @@ class Fields(dict):
                 f"{self.file}: {name} is {value!r}, which is not supported"
                 f" (supported: {', '.join(names)})"
             )
-
-    def ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """The tokens' ids in a field, which may hold one, a list, or none. Raises ValueError."""
-        value = self.get(name)
-        if value is None:
-            return ()
-        ids = tuple(value) if isinstance(value, list) else (value,)
-        for i in ids:
-            if type(i) is not int or not 0 <= i < vocab_size:
-                what = f"it must hold ids below vocab_size {vocab_size}"
-                raise ValueError(f"{self.file}: {name} is {value!r}; {what}")
-        return ids

@@ -1,57 +1,44 @@
-"""Step 3 of loading a GGUF file (see loading/checkpoint.py), the file format of llama.cpp: the header, and
-what it says about model and tokenizer, translated into the files of a Hugging Face folder.
+"""GGUF, the file format of llama.cpp, as a layout on disk (see loading/checkpoint.py): the header, what it says
+about the model, translated into the fields of a config.json, and its tensors. What it says about
+the tokenizer is translated in loading/gguf_tokenizer.py, and how its matrices are quantised stands
+in loading/ggml.py.
 
 A file is a header (metadata and a table of tensors, in little-endian order), followed by the bytes
 of the tensors, aligned. Nothing in it is trusted: counts, sizes and offsets are compared with the
-file's size before memory is allocated. Sources: ggml's docs/gguf.md; llama.cpp's llama-vocab.cpp
-and llama-model.cpp for the meaning of keys and for their defaults.
+file's size before memory is allocated. Sources: ggml's docs/gguf.md; llama.cpp's llama-model.cpp for
+the meaning of keys and for their defaults."""
 
-This needs no torch. It lies in a folder, where its name does not hide the package `gguf`, which
-transformers imports."""
+from __future__ import annotations
 
+import json
 import math
 import os
 import re
 import struct
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from types import UnionType
-from typing import Any, NamedTuple
+from typing import Any
 
-from loading.families import FAMILIES
-from loading.files import FILE_BYTES, open_regular, stamp_of
+import torch
+from torch import Tensor
 
-# ---- types of tensors
-
-
-class Type(NamedTuple):
-    """How a tensor's values are stored."""
-
-    name: str
-    block: int  # values in a block; more than 1 if they are quantised
-    nbytes: int  # of a block
-
-
-# By their numbers in files. llama.cpp takes Q5_0 instead of Q4_K for rows that are no multiple of
-# 256.
-TYPES = {
-    0: Type("F32", 1, 4), 1: Type("F16", 1, 2), 30: Type("BF16", 1, 2),
-    2: Type("Q4_0", 32, 18), 3: Type("Q4_1", 32, 20), 6: Type("Q5_0", 32, 22),
-    7: Type("Q5_1", 32, 24),
-    8: Type("Q8_0", 32, 34), 12: Type("Q4_K", 256, 144), 13: Type("Q5_K", 256, 176),
-    14: Type("Q6_K", 256, 210), 20: Type("IQ4_NL", 32, 18), 23: Type("IQ4_XS", 256, 136),
-}  # fmt: skip
-OTHER_TYPES = {
-    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
-    19: "IQ1_S",
-    21: "IQ3_S", 22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64",
-    28: "F64",
-    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
-}  # fmt: skip
-
+from formats import Quantised
+from loading.families import FAMILIES, INSTEAD
+from loading.files import FILE_BYTES, Fields, open_regular, stamp_of
+from loading.ggml import OTHER_TYPES, TYPES, Type
+from loading.gguf_tokenizer import ENDS, tokenizer_files, tokens_of
+from loading.hugging_face import config_of
+from loading.layouts import EMBEDS, Files, Layout, joined_part
+from loading.names import Part
+from loading.quantised import Wanted, checked
+from loading.reading import TYPES as FLOAT_TYPES
+from loading.reading import FileTensor
+from loading.tensors import Found, Spans, Stored, files_for, floats
+from loading.tokenizer_files import with_template
+from model import Config
+from tokenizer import TokenizerFiles
 
 # ---- the header
 
@@ -109,13 +96,15 @@ class GGUF:
             )
         return value
 
-    def choice(self, key: str, supported: Iterable[str]) -> str:
-        """A string of the metadata. Raises ValueError if it is none of these."""
+    def choice(self, key: str, supported: Iterable[str], instead: str) -> str:
+        """A string of the metadata. Raises ValueError if it is none of these, with what to do
+        instead."""
         value = self.need(key, str)
         if value not in supported:
             listed = ", ".join(supported)
             raise ValueError(
-                f"{self.file}: {key} is {value!r}, which is not supported (supported: {listed})"
+                f"{self.file}: {key} is {value!r}, which is not supported (supported: {listed}):"
+                f" {instead}"
             )
         return value
 
@@ -227,12 +216,12 @@ class Header:
         return gguf
 
 
-@lru_cache(maxsize=64)  # of the shards of a file; configuration, tokenizer and tensors need them
-def _read_stamped(file: Path, stamp: tuple[int, ...]) -> GGUF:
-    """The header of one file, which is read again once the file has another stamp."""
+def _read_shard(file: Path) -> GGUF:
+    """The header of one file."""
     with open_regular(file) as f:
         if f.read(4) != b"GGUF":
             raise ValueError(f"{file} is not a GGUF file")
+        stamp = stamp_of(os.fstat(f.fileno()))
         size = f.seek(0, os.SEEK_END)
         f.seek(0)
         data = f.read(FILE_BYTES)
@@ -242,10 +231,6 @@ def _read_stamped(file: Path, stamp: tuple[int, ...]) -> GGUF:
         raise ValueError(
             f"{file} is damaged, or cut off in its header ({error}): download it again"
         ) from None
-
-
-def _read_shard(file: Path) -> GGUF:
-    return _read_stamped(file, stamp_of(file.stat()))
 
 
 def read_header(file: Path) -> GGUF:
@@ -273,23 +258,18 @@ def read_header(file: Path) -> GGUF:
 
 ROPE_FACTORS = "rope_freqs.weight"
 MOST_FACTORS = 512  # half of the largest head_dim
-# As in llama.cpp, these are control tokens whatever the file says their type is, and they end an
-# answer whatever it says about eos_token_id
-ENDS = (
-    "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|im_end|>", "<|end|>",
-    "<end_of_turn>", "<end_of_utterance>", "</s>", "<eos>", "[EOS]", "<EOT>", "_<EOT>", "[EOT]",
-    "[e~[", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|return|>", "<|call|>", "<|calls|>",
-    "<|flush|>", "<turn|>", "<|tool_response>",
-    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",  # of models that fill in the middle
-    "<|fim_repo|>", "<fim-repo>", "<|repo_name|>", "<REPO>", "<reponame>", "<|file_sep|>",
-)  # fmt: skip
+# What a generation_config.json calls what is called so after general.sampling
+SAMPLING = {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty", "penalty_last_n": "repeat_last_n",
+}  # fmt: skip
 NAMED_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 
 
 def family_name(gguf: GGUF) -> str:
     """The model's family, a name in FAMILIES. Raises ValueError."""
     names = dict.fromkeys(family.gguf for family in FAMILIES.values())
-    arch = gguf.choice("general.architecture", names)
+    arch = gguf.choice("general.architecture", names, INSTEAD)
     of_arch = {name: family for name, family in FAMILIES.items() if family.gguf == arch}
     dense = [name for name, family in of_arch.items() if not family.experts]
     with_experts = [name for name, family in of_arch.items() if family.experts]
@@ -312,6 +292,11 @@ def config_json(gguf: GGUF) -> dict[str, Any]:
 
     if family == "llama" and said("attention.sliding_window"):
         family = "mistral"  # which llama.cpp counts among the llamas
+    if said("pooling_type"):
+        raise ValueError(f"{gguf.file} {EMBEDS}")
+    if "blk.0.ffn_gate.0.weight" in gguf.tensors:
+        what = "has a tensor for each expert, as files had until April 2024"
+        raise ValueError(f"{gguf.file} {what}: take a newer one, or convert the model again")
     if "token_embd.weight" not in gguf.tensors:
         raise ValueError(f"{gguf.file} lacks the tensor token_embd.weight: it holds no model")
     rows = gguf.tensors["token_embd.weight"].shape[0]
@@ -322,6 +307,9 @@ def config_json(gguf: GGUF) -> dict[str, Any]:
         )
     names = ("attention.key_length", "attention.value_length", "rope.dimension_count")
     head_dims = [said(name) for name in names if said(name) is not None]
+    dim, heads = said("embedding_length"), said("attention.head_count")
+    if said("attention.key_length") is None and type(dim) is type(heads) is int and heads:
+        head_dims.append(dim // heads)
     if any(size != head_dims[0] for size in head_dims):
         raise ValueError(
             f"{gguf.file}: {', '.join(names)} differ: {head_dims}, which is not supported"
@@ -353,9 +341,26 @@ def config_json(gguf: GGUF) -> dict[str, Any]:
         "mlp_bias": True,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "torch_dtype": _dtype(gguf),
+        "attention_multiplier": said("attention.scale"),
+        "embedding_multiplier": said("embedding_scale"),
+        "residual_multiplier": said("residual_scale"),
+        "logits_scaling": said("logit_scale"),
         "bos_token_id": gguf.get("tokenizer.ggml.bos_token_id", int),
         "eos_token_id": _eos_ids(gguf),
     }
+
+
+def generation_json(gguf: GGUF) -> dict[str, Any]:
+    """What the file says about sampling, as the fields of a generation_config.json, and of one of
+    our own: repeat_last_n, for which transformers has no name."""
+    found = {}
+    for name, field in SAMPLING.items():
+        value = gguf.get(f"general.sampling.{name}", int | float)
+        if value is not None:
+            found[field] = value
+    if "repetition_penalty" in found:
+        found.setdefault("repeat_last_n", 64)  # llama.cpp's default
+    return found
 
 
 def _dtype(gguf: GGUF) -> str:
@@ -402,196 +407,146 @@ def _rope_scaling(gguf: GGUF, key: str) -> dict[str, Any] | None:
 def _eos_ids(gguf: GGUF) -> list[int]:
     """The ids of the tokens that end an answer: those that the file names, then those in ENDS."""
     named = [gguf.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in NAMED_ENDS]
-    tokens, _ = _tokens(gguf)
+    tokens, _ = tokens_of(gguf)
     ends = [i for i, token in enumerate(tokens) if token in ENDS]
     return [i for i in named if i is not None] + ends
 
 
-# ---- the tokenizer
+# ---- the layout
 
-# Types of tokens, as in SentencePiece
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-# Chat templates use these as control tokens, even if a vocabulary has them as text
-TURN_MARKS = ("<|im_start|>", "<|im_end|>")
-# Tokens with a name: what a file's keys call it, and its id unless the file says otherwise
-NAMED = {
-    "llama": {"bos": ("bos", 1), "eos": ("eos", 2), "unk": ("unknown", 0), "pad": ("padding", -1)},
-    "gpt2": {"bos": ("bos", 11), "eos": ("eos", 11), "unk": ("unknown", -1), "pad": ("padding", -1)},
-}  # fmt: skip
-
-
-class PreTokenizer(NamedTuple):
-    """How a text is cut before byte pairs are merged. A GGUF file only names it; the patterns are
-    those of the models' own tokenizer.json. Each cuts the pieces that the one before has left."""
-
-    patterns: tuple[str, ...]
-    ignore_merges: bool = False  # a piece that is a token is that token
-    nfc: bool = False  # the text is normalised (NFC) first
-    add_bos: bool = False  # unless the file says otherwise
-
-
-WORD = r"[^\r\n\p{L}\p{N}]?"  # a word begins with a space or a sign
-SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
-SIGNS = r"| ?[^\s\p{L}\p{N}]+"
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LLAMA3 = ENDINGS + WORD + r"\p{L}+|\p{N}{1,3}" + SIGNS + r"[\r\n]*" + SPACES
-QWEN2 = LLAMA3.replace("{1,3}", "")
-TEKKEN = f"{WORD}{UPPER}*{LOWER}+|{WORD}{UPPER}+{LOWER}*" + r"|\p{N}" + SIGNS + r"[\r\n/]*" + SPACES
-PRE_TOKENIZERS = {  # by tokenizer.ggml.pre
-    **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0"),
-        PreTokenizer((LLAMA3,), ignore_merges=True, add_bos=True),
-    ),
-    **dict.fromkeys(("smaug-bpe", "dbrx"), PreTokenizer((LLAMA3,))),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), PreTokenizer((QWEN2,), nfc=True)),
-    "tekken": PreTokenizer((TEKKEN,), ignore_merges=True, add_bos=True),
-    "deepseek-coder": PreTokenizer(
-        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u0800-\u9fa5\uac00-\ud7ff]+", r"\p{N}")
-    ),
-    "seed-coder": PreTokenizer((QWEN2.replace(SIGNS + r"[\r\n]*", SIGNS),)),
-    **dict.fromkeys(
-        ("smollm", "minerva-7b", "refact", "starcoder"), PreTokenizer((r"\p{N}", GPT2))
-    ),
-    **dict.fromkeys(("gpt-2", "mellum", "a.x-4.0", "trillion"), PreTokenizer((GPT2,))),
-    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+# What it calls what names.Part calls so
+NAMES = {
+    "attention_norm": "attn_norm",
+    "attention.wq": "attn_q",
+    "attention.wk": "attn_k",
+    "attention.wv": "attn_v",
+    "attention.q_norm": "attn_q_norm",
+    "attention.k_norm": "attn_k_norm",
+    "attention.wo": "attn_output",
+    "ffn_norm": "ffn_norm",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.gate": "ffn_gate_inp",
+    "feed_forward.experts.w1": "ffn_gate_exps",
+    "feed_forward.experts.w3": "ffn_up_exps",
+    "feed_forward.experts.w2": "ffn_down_exps",
+    "tok_embeddings": "token_embd",
+    "norm": "output_norm",
+    "output": "output",
+}
+JOINED = {  # tensors that have several parts in some families, one below the other
+    "attn_qkv": ("attention.wq", "attention.wk", "attention.wv"),
+    "ffn_up": ("feed_forward.w1", "feed_forward.w3"),
 }
 
 
-def _tokens(gguf: GGUF) -> tuple[list[str], list[int]]:
-    """The tokens and their types. Raises ValueError."""
-    tokens = gguf.need("tokenizer.ggml.tokens", list)
-    types = []
-    for token, kind in zip(tokens, _for_each(tokens, gguf, "tokenizer.ggml.token_type")):
-        if token in ENDS:
-            types.append(CONTROL)
-        else:
-            types.append(int(kind) if NORMAL <= kind <= BYTE else NORMAL)
-    return tokens, types
+def files_of(gguf: GGUF, chat_template: str | None = None) -> TokenizerFiles:
+    """What a file says about its tokenizer, see Layout.tokenizer_files."""
+    vocabulary, config = tokenizer_files(gguf)
+    return with_template(gguf.file, chat_template, gguf.file, vocabulary, config, {}, [])
 
 
-def _for_each(tokens: list[str], gguf: GGUF, key: str) -> list[float]:
-    """A number for each token. Raises ValueError."""
-    numbers = gguf.need(key, memoryview)
-    if len(numbers) != len(tokens) or numbers.itemsize != 4:
-        raise ValueError(
-            f"{gguf.file}: {key} must have a number of 32 bits for each of the {len(tokens)} tokens"
-        )
-    return numbers.tolist()
+class GgufFile(Layout):
+    """A file of llama.cpp's, or the first shard of a split one."""
 
+    def __init__(self, files: Files):
+        super().__init__(files)
+        self.header = read_header(self.path)
+        self.config_json = Fields(self.path, config_json(self.header))
+        self.generation = Fields(self.path, generation_json(self.header))
+        self.family = FAMILIES[family_name(self.header)]
 
-def tokenizer_files(gguf: GGUF) -> tuple[bytes | dict[str, Any], dict[str, Any]]:
-    """The tokenizer as the files of a Hugging Face folder: the bytes of a tokenizer.model or the
-    object in a tokenizer.json, and the object in tokenizer_config.json. Raises ValueError."""
-    kind = gguf.choice("tokenizer.ggml.model", ("llama", "gpt2"))
-    tokens, types = _tokens(gguf)
-    tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]  # as in llama.cpp
-    if len(set(tokens)) < len(tokens):
-        twice, _ = Counter(tokens).most_common(1)[0]
-        raise ValueError(f"{gguf.file} has the token {twice!r} twice: convert the model again")
-    config: dict[str, Any] = {}
-    for name, (key, usual) in NAMED[kind].items():
-        i = gguf.get(f"tokenizer.ggml.{key}_token_id", int, usual)
-        if 0 <= i < len(tokens):
-            config[f"{name}_token"] = tokens[i]
-    if kind == "llama":
-        file = _sentencepiece(gguf, tokens, types)
-        config["add_bos_token"] = gguf.get("tokenizer.ggml.add_bos_token", bool, True)
-        config["legacy"] = True  # text after a control token begins with a space, as in llama.cpp
-        config["added_tokens_decoder"] = {
-            str(i): dict.fromkeys(("special", "control"), token in TURN_MARKS) | {"content": token}
-            for i, token in enumerate(tokens)
-            if types[i] == USER_DEFINED
+    @staticmethod
+    def is_at(files: Files) -> bool:
+        return files.path.is_file()
+
+    def config(self) -> Config:
+        return config_of(self.config_json, self.generation, self.notes)
+
+    def tokenizer(self) -> Path:
+        return self.path
+
+    def tokenizer_files(self, chat_template: str | None = None) -> TokenizerFiles:
+        return files_of(self.header, chat_template)
+
+    def small_files(self) -> dict[str, bytes]:
+        as_json = lambda value: json.dumps(value).encode()
+        vocabulary, beside = tokenizer_files(self.header)
+        files = {
+            "config.json": as_json(config_json(self.header)),
+            "generation_config.json": as_json(self.generation),
+            "tokenizer_config.json": as_json(beside),
         }
-    else:
-        pre = PRE_TOKENIZERS[gguf.choice("tokenizer.ggml.pre", PRE_TOKENIZERS)]
-        file = _byte_pairs(gguf, tokens, types, pre)
-        if gguf.get("tokenizer.ggml.add_bos_token", bool, pre.add_bos) and "bos_token" in config:
-            bos = config["bos_token"]
-            file["post_processor"] = _adds_first(bos, tokens.index(bos))
-    if template := gguf.get("tokenizer.chat_template", str):
-        config["chat_template"] = template
-    return file, config
+        if isinstance(vocabulary, bytes):
+            return files | {"tokenizer.model": vocabulary}
+        return files | {"tokenizer.json": as_json(vocabulary)}
+
+    def file_tensors(self) -> list[FileTensor]:
+        found = []
+        for info in self.header.tensors.values():
+            dtype = FLOAT_TYPES.get(info.type.name)
+            found.append(
+                FileTensor(info.file, info.name, dtype, info.shape, info.offset, info.stamp)
+            )
+        return found
+
+    def name_of(self, part: Part) -> str:
+        stem = self.family.gguf_renames.get(part.stem, NAMES[part.stem])
+        return part.name_in("blk", stem)
+
+    def stored_part(self, part: Part, c: Config, found: Found) -> list[Stored]:
+        name = self.name_of(part)
+        head_dim = c.head_dim if part.rotated and not self.family.in_pairs else None
+        record = None
+        if self.family.joined:
+            joined = {part.name_in("blk", stem): stems for stem, stems in JOINED.items()}
+            find = lambda name, shape: self.matrix(name, shape, found)
+            record = joined_part(find, joined, part, c, head_dim)
+        record = record or self.matrix(name, part.shape(c), found, head_dim)
+        return [record or floats(name, part.shape(c), found, head_dim)]
+
+    def matrix(
+        self, name: str, shape: tuple[int, ...], found: Found, head_dim: int | None = None
+    ) -> Stored | None:
+        """What the file has under a name. Returns None if there is nothing."""
+        if name not in found or name not in self.header.tensors:
+            return None
+        info = self.header.tensors[name]
+        # A tensor of one dimension never is in blocks
+        if info.type.split and len(info.shape) > 1:
+            return blocks(info.type, name, shape, found, head_dim)
+        return floats(name, shape, found, head_dim)
 
 
-def _adds_first(token: str, i: int) -> dict[str, Any]:
-    """A post-processor that puts this token before each text."""
-    first = {"SpecialToken": {"id": token, "type_id": 0}}
-    text = {"Sequence": {"id": "A", "type_id": 0}}
-    return {
-        "type": "TemplateProcessing",
-        "single": [first, text],
-        "pair": [first, text],
-        "special_tokens": {token: {"id": token, "ids": [i], "tokens": [token]}},
-    }
+def blocks(
+    type: Type, name: str, shape: tuple[int, ...], found: Found, head_dim: int | None
+) -> Stored:
+    """A matrix or a stack in one of ggml's types, each row of which is a row of blocks."""
+    files = files_for({name: Wanted((None,), [shape])}, found)
+    in_bytes = lambda k: k // type.block * type.nbytes
+    *outer, K = shape
 
+    def cut(spans: Spans) -> list[FileTensor]:
+        (tensor,) = files.found[name]
+        in_file = replace(tensor, dtype=torch.uint8, shape=(*outer, in_bytes(K)))
+        *some, columns = spans
+        return [in_file.cut([*some, range(in_bytes(columns.start), in_bytes(columns.stop))])]
 
-def _byte_pairs(
-    gguf: GGUF, tokens: list[str], types: list[int], pre: PreTokenizer
-) -> dict[str, Any]:
-    """The object in a tokenizer.json, where tokens that only fill up the vocabulary are left
-    out."""
-    added = []
-    for i, kind in enumerate(types):
-        if kind in (CONTROL, USER_DEFINED, UNKNOWN):
-            flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-            added.append(flags | {"id": i, "content": tokens[i], "special": kind != USER_DEFINED})
-    byte_level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": False,
-    }
-    split = {"type": "Split", "behavior": "Isolated", "invert": False}
-    splits = [split | {"pattern": {"Regex": pattern}} for pattern in pre.patterns]
-    model = {
-        "type": "BPE",
-        "ignore_merges": pre.ignore_merges,
-        "vocab": {token: i for i, token in enumerate(tokens) if types[i] != UNUSED},
-        "merges": gguf.need("tokenizer.ggml.merges", list),
-    }
-    return {
-        "version": "1.0",
-        "added_tokens": added,
-        "normalizer": {"type": "NFC"} if pre.nfc else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": model,
-    }
+    def make(tensors: list[Tensor], spans: Spans) -> Quantised:
+        (raw,) = tensors
+        try:
+            return checked(type.read(raw.reshape(-1, raw.shape[-1])))
+        except ValueError as error:
+            raise ValueError(f"{files.found[name][0].file}: {name} has {error}") from None
 
-
-def _sentencepiece(gguf: GGUF, tokens: list[str], types: list[int]) -> bytes:
-    """The bytes of a tokenizer.model: protocol buffers, as in sentencepiece_model.proto."""
-    scores = _for_each(tokens, gguf, "tokenizer.ggml.scores")
-    unknown = gguf.get("tokenizer.ggml.unknown_token_id", int, 0)
-    pieces = []
-    for i, (token, score, kind) in enumerate(zip(tokens, scores, types)):
-        if i == unknown:
-            kind = UNKNOWN
-        elif kind in (UNKNOWN, USER_DEFINED):
-            # Old files call a token UNKNOWN if it only fills up; USER_DEFINED ones are added apart
-            kind = UNUSED
-        piece = _field(1, token.encode()) + b"\x15" + struct.pack("<f", score) + _field(3, kind)
-        pieces.append(_field(1, piece))
-    trainer = _field(3, 2) + _field(35, int(BYTE in types))  # model_type: BPE; byte_fallback
-    normalizer = _field(1, b"identity")
-    normalizer += _field(3, int(gguf.get("tokenizer.ggml.add_space_prefix", bool, True)))
-    normalizer += _field(4, int(gguf.get("tokenizer.ggml.remove_extra_whitespaces", bool, False)))
-    return b"".join(pieces) + _field(2, trainer) + _field(3, normalizer)
-
-
-def _field(number: int, value: int | bytes) -> bytes:
-    """A field of a protocol buffer: a number, or bytes after their length."""
-    if isinstance(value, bytes):
-        return _varint(number << 3 | 2) + _varint(len(value)) + value
-    return _varint(number << 3) + _varint(value)
-
-
-def _varint(value: int) -> bytes:
-    """Seven bits a byte, the lowest first; the top bit says that more follow."""
-    if value < 128:
-        return bytes([value])
-    return bytes([value & 127 | 128]) + _varint(value >> 7)
+    return Stored(
+        name=name,
+        shape=shape,
+        files=files.found,
+        cut=cut,
+        make=make,
+        scheme=type.scheme,
+        head_dim=head_dim,
+        problems=files.problems,
+    )

@@ -5,14 +5,16 @@ first used.
 It needs neither torch nor, for a checkpoint on this machine, huggingface_hub."""
 
 import fnmatch
+import json
 import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path, PurePath
 
-from loading import gguf
 from loading.files import open_regular, read_json
 
 ROOT = Path(__file__).resolve().parents[1]  # of this program
@@ -22,11 +24,14 @@ CONFIGURATIONS = ["config.json", "params.json"]
 SMALL_FILES = [
     *CONFIGURATIONS, "generation_config.json", "tokenizer.model", "tokenizer.json",
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "hf_quant_config.json",
+    "vocab.json", "merges.txt",
+    "hf_quant_config.json", "quantize_config.json", "quant_config.json",
 ]  # fmt: skip
+# Those whose absence means something: another template, or other settings
+MATTER = ("generation_config.json", "tokenizer_config.json", "chat_template.jinja")
 WEIGHTS = (  # what a folder or a repository may hold, in the order in which transformers looks
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
-    "pytorch_model.bin.index.json", "consolidated.*.pth",
+    "pytorch_model.bin.index.json", "consolidated.*.pth", "gptq_model-*.safetensors",
 )  # fmt: skip
 
 
@@ -107,49 +112,172 @@ def find_gguf(path: Path) -> Path | None:
 # ---- on the hub
 
 
-def find_checkpoint(
-    name: str, read_config: Callable[[Path], object], is_whole: Callable[[Path], bool]
-) -> Path:
-    """The path of a checkpoint, see checkpoint.find_checkpoint, which hands over what it knows of
-    checkpoints: read_config raises ValueError for a model that is not supported; is_whole says
-    whether everything is there that a checkpoint refers to. Raises OSError or ValueError."""
-    if path := local_checkpoint(name):
-        return path
-    from huggingface_hub import constants, errors, is_offline_mode
+class Repository:
+    """A repository of the hub: what of it is in the cache, and what can be downloaded."""
 
-    repository, _, kind = name.partition(":")
-    if kind:
-        wanted = [kind]
-    else:
-        wanted = [None, "Q4_K_M"]
-        if is_offline_mode():
-            wanted.append("")
-    cached = None
-    for gguf_kind in wanted:
-        path = _cached(repository, gguf_kind)
-        # Another program may have cached only some of the files
-        if path and is_whole(path):
-            return path
-        cached = cached or path
-    if cached and is_offline_mode():
-        return cached  # `load` will say what is wrong with it
-    try:
-        return _download(repository, kind, read_config)
-    except errors.GatedRepoError:
-        reason = "on the hub it is gated: accept its licence on its page, and set HF_TOKEN to a token of that account"
-    except errors.RepositoryNotFoundError:
-        reason = f"no such repository on {constants.ENDPOINT} (a private one needs HF_TOKEN)"
-    except ValueError:
-        raise
-    except Exception as error:  # network errors, of whichever library huggingface_hub uses
-        reason = f"the download from {constants.ENDPOINT} failed ({type(error).__name__}: {error})"
-    raise OSError(f"no folder {name} here, and {reason}")
+    def __init__(self, name: str):
+        """name: owner/name, or owner/name:KIND for one of its GGUF files."""
+        self.name = name
+        self.repository, _, self.kind = name.partition(":")
+        self.notes: list[str] = []  # what the user should know: a line each
+
+    @property
+    def is_offline(self) -> bool:
+        from huggingface_hub import is_offline_mode
+
+        return is_offline_mode()
+
+    def cached(self) -> Iterator[Path]:
+        """Candidates in the hub's cache, a folder or a GGUF file each. Another program may have
+        cached only some of the files."""
+        if self.kind:
+            wanted = [self.kind]
+        else:
+            wanted = [None, "Q4_K_M"]
+            if self.is_offline:
+                wanted.append("")
+        for kind in wanted:
+            if path := self._cached(kind):
+                yield path
+
+    def _cached(self, kind: str | None) -> Path | None:
+        """The folder in the cache. With a kind, its GGUF file of that kind; if it is empty, of any.
+        Returns None if it is not there."""
+        from huggingface_hub import snapshot_download
+
+        if kind is not None:
+            wanted = []
+        elif self.is_offline:
+            wanted = CONFIGURATIONS  # whatever is cached must do
+        else:
+            wanted = SMALL_FILES
+        try:
+            options = dict(allow_patterns=wanted, local_files_only=True)
+            folder = Path(snapshot_download(self.repository, **options))
+        except (OSError, ValueError):
+            return None
+        if kind is None:
+            self._ask_for_small_files(folder)
+            return folder
+        names = [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")]
+        found = pick_gguf(names, kind)
+        return folder / found[0] if found else None
+
+    def _ask_for_small_files(self, folder: Path) -> None:
+        """What the cache lacks may be in the repository, if another program has cached some files: ask
+        for it, once."""
+        from huggingface_hub import snapshot_download
+
+        if not self._is_listed(folder) and not self.is_offline:
+            options = dict(revision=folder.name, allow_patterns=SMALL_FILES)
+            with suppress(Exception):  # without a network what is there must do
+                snapshot_download(self.repository, **options)
+        lacking = [name for name in MATTER if not (folder / name).is_file()]
+        if lacking and not self._is_listed(folder):
+            self.notes.append(
+                f"{self.repository}: not in the cache, and it is not known whether the repository"
+                f" has it: {', '.join(lacking)}"
+            )
+
+    def _is_listed(self, folder: Path) -> bool:
+        """Whether the cache knows all files of a snapshot."""
+        from huggingface_hub import errors, get_cached_repo_tree
+
+        try:
+            get_cached_repo_tree(self.repository, revision=folder.name)
+        except errors.CachedRepoTreeNotFoundError:
+            return False
+        return True
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Those of its files on the hub."""
+        from huggingface_hub import HfApi, utils
+
+        if not sys.stderr.isatty():
+            utils.disable_progress_bars()
+        utils.logging.set_verbosity_error()
+        return [file.rfilename for file in HfApi().model_info(self.repository).siblings]
+
+    @cached_property
+    def weights(self) -> list[str]:
+        """The weights, an index or a GGUF file that will be downloaded. Raises ValueError."""
+        weights = [] if self.kind else pick_weights(self.names)
+        weights = weights or pick_gguf(self.names, self.kind)
+        if not weights:
+            what = f"no GGUF file of the kind {self.kind}"
+            if not self.kind:
+                what = "no weights that this program reads (model.safetensors, pytorch_model.bin, GGUF)"
+            raise ValueError(f"{self.repository} holds {what}")
+        return weights
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.weights[0].endswith(".gguf")
+
+    def download_small(self) -> Path:
+        """Download everything but the weights, unless it is there already. Returns the folder."""
+        from huggingface_hub import snapshot_download
+
+        indices = fnmatch.filter(self.weights, "*.index.json")
+        return Path(snapshot_download(self.repository, allow_patterns=[*SMALL_FILES, *indices]))
+
+    def download(self) -> Path:
+        """Download the files that this program reads, unless they are there already. Returns the
+        folder or the GGUF file."""
+        from huggingface_hub import snapshot_download
+
+        files = [*self.weights]
+        if not self.is_gguf:
+            folder = self.download_small()
+            files += SMALL_FILES
+            for index in fnmatch.filter(self.weights, "*.index.json"):
+                shards = weight_map(folder / index).values()
+                files += {str(shard.relative_to(folder)) for shard in shards}
+        options = dict(allow_patterns=files)
+        _check_room(self.repository, snapshot_download(self.repository, **options, dry_run=True))
+        folder = Path(snapshot_download(self.repository, **options))
+        return folder / self.weights[0] if self.is_gguf else folder
+
+    @contextmanager
+    def plain_errors(self) -> Iterator[None]:
+        """Say what is wrong with the repository or the network in one line: an OSError."""
+        from huggingface_hub import constants, errors
+
+        try:
+            yield
+            return
+        except errors.GatedRepoError:
+            reason = (
+                "on the hub it is gated: accept its licence on its page, and set HF_TOKEN to a token"
+                " of that account"
+            )
+        except json.JSONDecodeError:
+            reason = (
+                f"{constants.ENDPOINT} answers with a page instead of data: log in to this network,"
+                " or set HF_ENDPOINT to a hub"
+            )
+        except errors.RepositoryNotFoundError:
+            reason = f"no such repository on {constants.ENDPOINT} (a private one needs HF_TOKEN)"
+        except ValueError:
+            raise
+        except Exception as error:  # network errors, of whichever library huggingface_hub uses
+            reason = (
+                f"the download from {constants.ENDPOINT} failed ({type(error).__name__}: {error})"
+            )
+        raise OSError(f"no folder {self.name} here, and {reason}")
+
+
+# Kinds of matrices in the names of GGUF files, the best first where none is asked for, as patterns
+PREFERRED = ("Q4_K_M", r"I?Q4_\w+", r"Q5_\w+", "Q8_0", r"\w+")
+UNREADABLE = re.compile(r"IQ[123]_|TQ[12]_|MXFP4|NVFP4", re.IGNORECASE)
 
 
 def pick_gguf(names: Collection[str], kind: str) -> list[str]:
     """The files that llama.cpp would take from a repository: all parts of the model whose name says
-    this kind. Without a kind, that is Q4_K_M, or else the first that can be read."""
-    models = sorted(name for name in names if name.endswith(".gguf") and "mmproj" not in name)
+    this kind; without a kind, of the best that can be read."""
+    beside = re.compile("mmproj|imatrix")
+    models = sorted(name for name in names if name.endswith(".gguf") and not beside.search(name))
 
     def of_kind(kinds: str) -> list[str]:
         pattern = re.compile(f"(?<![a-z0-9])({kinds})(_[SML])?(?![a-z0-9_])", re.IGNORECASE)
@@ -158,68 +286,10 @@ def pick_gguf(names: Collection[str], kind: str) -> list[str]:
     if kind:
         found = of_kind(re.escape(kind))
     else:
-        readable = "|".join(t.name for t in gguf.TYPES.values())
-        found = of_kind("Q4_K_M") or of_kind(readable)
+        models = [name for name in models if not UNREADABLE.search(name)]
+        found = next(filter(None, map(of_kind, PREFERRED)), [])
     stem = lambda name: re.sub(r"-\d{5}-of-\d{5}\.gguf$", "", name)
     return [name for name in found if stem(name) == stem(found[0])]
-
-
-def _cached(name: str, gguf_kind: str | None) -> Path | None:
-    """A repository's folder in the hub's cache. With gguf_kind, its GGUF file of that kind; if the
-    kind is empty, of any. Returns None if it is not there."""
-    from huggingface_hub import is_offline_mode, snapshot_download
-
-    if gguf_kind is not None:
-        wanted = []
-    elif is_offline_mode():
-        wanted = CONFIGURATIONS  # whatever is cached must do
-    else:
-        wanted = SMALL_FILES
-    try:
-        folder = Path(snapshot_download(name, allow_patterns=wanted, local_files_only=True))
-    except (OSError, ValueError):
-        return None
-    if gguf_kind is None:
-        return folder
-    names = [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")]
-    found = pick_gguf(names, gguf_kind)
-    if not found:
-        return None
-    return folder / found[0]
-
-
-def _download(name: str, kind: str, read_config: Callable[[Path], object]) -> Path:
-    """Download the files of a repository that this program reads to the hub's cache, unless they
-    are there already."""
-    from huggingface_hub import HfApi, snapshot_download, utils
-
-    if not sys.stderr.isatty():
-        utils.disable_progress_bars()
-    utils.logging.set_verbosity_error()
-    names = [file.rfilename for file in HfApi().model_info(name).siblings]
-    weights = pick_weights(names)
-    from_gguf = bool(kind) or not weights
-    if from_gguf:
-        weights = pick_gguf(names, kind)
-    if not weights:
-        what = f"no GGUF file of the kind {kind}"
-        if not kind:
-            what = "no weights that this program reads (model.safetensors, pytorch_model.bin, GGUF)"
-        raise ValueError(f"{name} holds {what}")
-    files = [*weights]
-    if not from_gguf:
-        indices = fnmatch.filter(weights, "*.index.json")
-        folder = Path(snapshot_download(name, allow_patterns=[*SMALL_FILES, *indices]))
-        # A model that is not supported is refused before its weights are fetched
-        if "config.json" in names:
-            read_config(folder)
-        files += SMALL_FILES
-        for index in indices:
-            shards = weight_map(folder / index).values()
-            files += {str(shard.relative_to(folder)) for shard in shards}
-    _check_room(name, snapshot_download(name, allow_patterns=files, dry_run=True))
-    folder = Path(snapshot_download(name, allow_patterns=files))
-    return folder / weights[0] if from_gguf else folder
 
 
 def _check_room(name: str, planned: list) -> None:

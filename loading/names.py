@@ -1,5 +1,5 @@
-"""Step 4 of loading (see loading/checkpoint.py): the tensors of a model, their shapes, what each layout
-calls the parts that make them up, and how they are divided over ranks."""
+"""Step 4 of loading (see loading/checkpoint.py): the tensors of a model, the parts that make them up, their
+shapes, and how they are divided over ranks."""
 
 import itertools
 import math
@@ -33,19 +33,24 @@ class Part:
     kind: Kind
     # Its shape, in names of Config's sizes; ranks share those in CUT. A stack has three
     dims: tuple[str, ...]
-    meta: str  # its name in Meta's layout
-    # Its name in Hugging Face's, unless its family renames it. With {}, each expert has a tensor, and
-    # {} is its number
-    hugging_face: str
-    gguf: str  # its name in GGUF's
+    # Our own name for it, which is Meta's; each layout has a table of what it calls this
+    stem: str
+    bias: bool = False  # of that matrix, not the matrix itself
     rotated: bool = False  # RoPE rotates its rows; layouts store them in different orders
     in_turn: int = 1  # how many parts take turns, row by row; with 1, one is below the other
     layer: int | None = None  # the layer it belongs to, if any
 
     @property
     def name(self) -> str:
-        """Our own name for it, which is Meta's."""
-        return self.name_in("meta")
+        """Our name of it in a whole model, such as layers.3.attention.wq.weight."""
+        return self.name_in("layers", self.stem)
+
+    def name_in(self, layers: str, stem: str) -> str:
+        """Its name where this is what the layers and the part itself are called."""
+        name = f"{stem}.{'bias' if self.bias else 'weight'}"
+        if self.layer is None:
+            return name
+        return f"{layers}.{self.layer}.{name}"
 
     @property
     def of_experts(self) -> bool:
@@ -68,65 +73,43 @@ class Part:
             return count * rows, columns
         return shape
 
-    def name_in(self, naming: str) -> str:
-        """What it is called by "meta", "hugging_face" or "gguf"."""
-        name = getattr(self, naming)
-        if self.layer is not None:
-            name = f"{LAYERS[naming]}.{self.layer}.{name}"
-        return name
-
 
 # fmt: off
 VECTOR, TABLE, PLAIN, MATRIX = Kind
-LAYERS = {"meta": "layers", "hugging_face": "model.layers", "gguf": "blk"}
 LAYER = (
-    Part("attention_norm", VECTOR, ("dim",), "attention_norm.weight", "input_layernorm.weight", "attn_norm.weight"),
-    Part("wqkv", MATRIX, ("q_dim", "dim"), "attention.wq.weight", "self_attn.q_proj.weight", "attn_q.weight",
-         rotated=True),
-    Part("wqkv", MATRIX, ("kv_dim", "dim"), "attention.wk.weight", "self_attn.k_proj.weight", "attn_k.weight",
-         rotated=True),
-    Part("wqkv", MATRIX, ("kv_dim", "dim"), "attention.wv.weight", "self_attn.v_proj.weight", "attn_v.weight"),
-    Part("qkv_bias", VECTOR, ("q_dim",), "attention.wq.bias", "self_attn.q_proj.bias", "attn_q.bias",
-         rotated=True),
-    Part("qkv_bias", VECTOR, ("kv_dim",), "attention.wk.bias", "self_attn.k_proj.bias", "attn_k.bias",
-         rotated=True),
-    Part("qkv_bias", VECTOR, ("kv_dim",), "attention.wv.bias", "self_attn.v_proj.bias", "attn_v.bias"),
-    Part("qk_norm", VECTOR, ("head_dim",), "attention.q_norm.weight", "self_attn.q_norm.weight",
-         "attn_q_norm.weight", rotated=True),
-    Part("qk_norm", VECTOR, ("head_dim",), "attention.k_norm.weight", "self_attn.k_norm.weight",
-         "attn_k_norm.weight", rotated=True),
-    Part("wo", MATRIX, ("dim", "q_dim"), "attention.wo.weight", "self_attn.o_proj.weight", "attn_output.weight"),
-    Part("wo_bias", VECTOR, ("dim",), "attention.wo.bias", "self_attn.o_proj.bias", "attn_output.bias"),
-    Part("ffn_norm", VECTOR, ("dim",), "ffn_norm.weight", "post_attention_layernorm.weight", "ffn_norm.weight"),
+    Part("attention_norm", VECTOR, ("dim",), "attention_norm"),
+    Part("wqkv", MATRIX, ("q_dim", "dim"), "attention.wq", rotated=True),
+    Part("wqkv", MATRIX, ("kv_dim", "dim"), "attention.wk", rotated=True),
+    Part("wqkv", MATRIX, ("kv_dim", "dim"), "attention.wv"),
+    Part("qkv_bias", VECTOR, ("q_dim",), "attention.wq", bias=True, rotated=True),
+    Part("qkv_bias", VECTOR, ("kv_dim",), "attention.wk", bias=True, rotated=True),
+    Part("qkv_bias", VECTOR, ("kv_dim",), "attention.wv", bias=True),
+    Part("qk_norm", VECTOR, ("head_dim",), "attention.q_norm", rotated=True),
+    Part("qk_norm", VECTOR, ("head_dim",), "attention.k_norm", rotated=True),
+    Part("wo", MATRIX, ("dim", "q_dim"), "attention.wo"),
+    Part("wo_bias", VECTOR, ("dim",), "attention.wo", bias=True),
+    Part("ffn_norm", VECTOR, ("dim",), "ffn_norm"),
 )
 FEED_FORWARD = (
-    Part("w13", MATRIX, ("hidden_dim", "dim"), "feed_forward.w1.weight", "mlp.gate_proj.weight", "ffn_gate.weight",
-         in_turn=2),
-    Part("w13", MATRIX, ("hidden_dim", "dim"), "feed_forward.w3.weight", "mlp.up_proj.weight", "ffn_up.weight",
-         in_turn=2),
-    Part("w13_bias", VECTOR, ("hidden_dim",), "feed_forward.w1.bias", "mlp.gate_proj.bias", "ffn_gate.bias",
-         in_turn=2),
-    Part("w13_bias", VECTOR, ("hidden_dim",), "feed_forward.w3.bias", "mlp.up_proj.bias", "ffn_up.bias",
-         in_turn=2),
-    Part("w2", MATRIX, ("dim", "hidden_dim"), "feed_forward.w2.weight", "mlp.down_proj.weight", "ffn_down.weight"),
-    Part("w2_bias", VECTOR, ("dim",), "feed_forward.w2.bias", "mlp.down_proj.bias", "ffn_down.bias"),
+    Part("w13", MATRIX, ("hidden_dim", "dim"), "feed_forward.w1", in_turn=2),
+    Part("w13", MATRIX, ("hidden_dim", "dim"), "feed_forward.w3", in_turn=2),
+    Part("w13_bias", VECTOR, ("hidden_dim",), "feed_forward.w1", bias=True, in_turn=2),
+    Part("w13_bias", VECTOR, ("hidden_dim",), "feed_forward.w3", bias=True, in_turn=2),
+    Part("w2", MATRIX, ("dim", "hidden_dim"), "feed_forward.w2"),
+    Part("w2_bias", VECTOR, ("dim",), "feed_forward.w2", bias=True),
 )
-# Instead of it, in a model with experts. Meta has none, so their first names are only our own
-ROUTER = Part("router", PLAIN, ("n_experts", "dim"), "feed_forward.gate.weight", "mlp.gate.weight",
-              "ffn_gate_inp.weight")
+# Instead of it, in a model with experts. Meta has none, so these names are only our own
 EXPERTS = (
-    Part("w13", MATRIX, ("n_experts", "hidden_dim", "dim"), "feed_forward.experts.w1.weight",
-         "mlp.experts.{}.gate_proj.weight", "ffn_gate_exps.weight", in_turn=2),
-    Part("w13", MATRIX, ("n_experts", "hidden_dim", "dim"), "feed_forward.experts.w3.weight",
-         "mlp.experts.{}.up_proj.weight", "ffn_up_exps.weight", in_turn=2),
-    Part("w2", MATRIX, ("n_experts", "dim", "hidden_dim"), "feed_forward.experts.w2.weight",
-         "mlp.experts.{}.down_proj.weight", "ffn_down_exps.weight"),
+    Part("router", PLAIN, ("n_experts", "dim"), "feed_forward.gate"),
+    Part("w13", MATRIX, ("n_experts", "hidden_dim", "dim"), "feed_forward.experts.w1", in_turn=2),
+    Part("w13", MATRIX, ("n_experts", "hidden_dim", "dim"), "feed_forward.experts.w3", in_turn=2),
+    Part("w2", MATRIX, ("n_experts", "dim", "hidden_dim"), "feed_forward.experts.w2"),
 )
-EMBEDDING = Part("embedding", TABLE, ("vocab_size", "dim"), "tok_embeddings.weight", "model.embed_tokens.weight",
-                 "token_embd.weight")
-NORM = Part("norm", VECTOR, ("dim",), "norm.weight", "model.norm.weight", "output_norm.weight")
-OUTPUT = Part("output", MATRIX, ("output_rows", "dim"), "output.weight", "lm_head.weight", "output.weight")
+EMBEDDING = Part("embedding", TABLE, ("vocab_size", "dim"), "tok_embeddings")
+NORM = Part("norm", VECTOR, ("dim",), "norm")
+OUTPUT = Part("output", MATRIX, ("output_rows", "dim"), "output")
 # fmt: on
+PARTS = {part.stem: part for part in (*LAYER, *FEED_FORWARD, *EXPERTS) if not part.bias}
 # Biases, and the matrices they belong to: Matrix.bias. A flag of Config has the same name
 BIASES = {"qkv_bias": "wqkv", "wo_bias": "wo", "w13_bias": "w13", "w2_bias": "w2"}
 TIED_OUTPUT = replace(EMBEDDING, field="output", kind=MATRIX, dims=OUTPUT.dims)
@@ -197,7 +180,7 @@ def layer_tensors(c: Config, layer: int = 0) -> list[ModelTensor]:
     name in the config says whether they are there."""
     rows = [*LAYER, *FEED_FORWARD]
     if c.n_experts:
-        rows = [*LAYER, ROUTER, *EXPERTS]
+        rows = [*LAYER, *EXPERTS]
     rows = [replace(row, layer=layer) for row in rows if getattr(c, row.field, True)]
     fields = itertools.groupby(rows, lambda row: row.field)
     return [ModelTensor(f"layers.{layer}.{field}", tuple(parts)) for field, parts in fields]

@@ -3,7 +3,6 @@ weights are."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 from pathlib import Path
@@ -14,12 +13,14 @@ from tqdm import tqdm
 
 from cards.cpu import in_cpu_layout, storage_dtype
 from formats import Matrix
-from kernels import FORMATS
 from loading.checkpoint import read_config
 from loading.hub import DEFAULT_MODEL
-from loading.names import Formats, Kind, formats_of, layer_tensors, layer_weights
-from loading.place import check_accumulate, check_memory, pick_backend, pick_device, pick_dtype
+from loading.loader import llama_of
+from loading.names import Formats, Kind, layer_tensors, layer_weights
+from loading.place import place as place_of
 from model import Config, Llama, Weights
+from ranks.processes import Ranks
+from settings import Options
 
 # The first fields of Config: dim, layers, heads, key/value heads, head_dim, hidden_dim, vocabulary
 SHAPES = {
@@ -114,18 +115,12 @@ def random_weights(
     return Weights(embedding, layers, ones(c.dim), matrix("output", (c.output_rows, c.dim)))
 
 
-def random_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: str) -> Llama:
-    ranks = args.ranks
-    config = random_config(args.model)
-    device = pick_device(args.device, ranks)
-    config = config.cut(ranks.size)
-    formats = formats_of(config, FORMATS.get(format))
-    ranks.join(device)
-    backend = pick_backend(args.backend, device)
-    as_dtype = pick_dtype(dtype, config.dtype or torch.float16, device)
-    check_accumulate(args.accumulate, backend, device, as_dtype)
-    check_memory(config, as_dtype, device, ctx_size, formats, args.kv_fp8, ranks)
+def random_model(spec: str, options: Options, ranks: Ranks = Ranks()) -> Llama:
+    """A model with random weights in the shape that random:... says."""
+    config = random_config(spec)
+    place = place_of(options, config, ranks)
     with torch.inference_mode():
-        weights = random_weights(config, as_dtype, device, formats, backend)
-    more = (args.kv_fp8, args.accumulate, ranks)
-    return Llama(config, weights, backend, device, as_dtype, ctx_size, None, *more)
+        weights = random_weights(
+            place.config, place.dtype, place.device, place.formats, place.backend
+        )
+    return llama_of(weights, place, options, ranks)

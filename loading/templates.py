@@ -59,12 +59,7 @@ def find_template(folder: Path, config: dict, choice: str | None = None) -> tupl
     file = folder / "chat_template.jinja"
     if file.is_file():
         return read_text(file), f"the checkpoint's own ({file.name})"
-    own = config.get("chat_template")
-    if isinstance(own, list):  # several, by name
-        own = {str(t.get("name")): t.get("template") for t in own if isinstance(t, dict)}
-    if isinstance(own, dict):
-        own = own.get("default")
-    if isinstance(own, str):
+    if own := named_template(config, "default"):
         return own, "the checkpoint's own"
     path = str(folder.absolute()).lower()
     for pattern, name in ("llama-2[^/]*chat", "llama2"), ("vicuna", "vicuna"):
@@ -73,7 +68,23 @@ def find_template(folder: Path, config: dict, choice: str | None = None) -> tupl
     return TEMPLATES["plain"], ""
 
 
-def render(template: str, **variables) -> str:
+def named_template(config: dict, name: str) -> str | None:
+    """One of the templates in a tokenizer_config.json. A single one is the default; where none is
+    called so, the first one is."""
+    own = config.get("chat_template")
+    if isinstance(own, str):
+        own = {"default": own}
+    if isinstance(own, list):
+        own = {str(t.get("name")): t.get("template") for t in own if isinstance(t, dict)}
+    if not isinstance(own, dict):
+        return None
+    if name == "default" and own and name not in own:
+        name = next(iter(own))
+    found = own.get(name)
+    return found if isinstance(found, str) else None
+
+
+def render(template: str, /, **variables) -> str:
     """What a template writes. Raises ValueError where it is wrong or refuses the messages."""
     try:
         return compiled(template).render(variables)

@@ -1,61 +1,61 @@
-"""Step 5 of loading (see loading/checkpoint.py): the SourceTensors that the loader reads, one for each tensor
-of the model. These are floats in one file or in several, matrices that others have quantised,
-matrices that `--save` wrote, or several of them joined. Only headers are read until rows and
-columns of a tensor are asked for.
+"""Step 5 of loading (see loading/checkpoint.py): how a tensor of the model is made of those in files. A layout
+describes each that it stores as one record, Stored; several are joined to a tensor of the model.
+Only headers are read until rows and columns of a tensor are asked for.
 
 Nothing in a file is trusted: names, types and shapes are compared with what the configuration says,
 and codes and scales are checked as they are read."""
 
+from __future__ import annotations
+
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from formats import Format, Quantised, Tensors
-from loading import quantised
 from loading.files import one_line
-from loading.headers import FileTensor, Wanted
-from loading.reading import CPU, Piece, in_order, rows_in, split
+from loading.quantised import FLOATS, Scheme, Wanted, of_rows
+from loading.reading import CPU, FileTensor, Piece, in_order, rows_in, split
 
 ALL = slice(None)
+# Weights that are converted at a time. They fit into a CPU's caches, which halves the time
+AT_ONCE = 1 << 20
 
 Found = dict[str, list[FileTensor]]  # by name; only Meta's shards have several of one name
 # Rows of a tensor, in a stack of each of its matrices: slices, one after the other
 Rows = Sequence[slice]
-# From a tensor and some of its rows to the pieces that make them
-MadeOf = Callable[["SourceTensor", Rows], Iterable[Piece]]
+# Of each dimension of what is stored
+Spans = list[range]
+# Floats, codes of others, or what a format of ours stores
+Made = Tensor | Quantised | Tensors
 
 
-class SourceTensor:
-    """A tensor of the model as the loader reads it, however files store it: a vector, a matrix
-    [N, K], or a stack [E, N, K] of the matrices of all experts. Several may be joined to one."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Stored:
+    """A vector, a matrix [N, K], or a stack [E, N, K] of the matrices of all experts, as files store
+    it. Its rows are some of those of a tensor of the model."""
 
-    dtype: torch.dtype | None = torch.float32  # of the floats, or of decoded values
-
-    def __init__(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        found: Found,
-        head_dim: int | None = None,
-        scheme: quantised.Quantisation | None = None,
-        wanted: dict[str, Wanted] | None = None,
-    ):
-        """name: in the file. found: all tensors of the files. head_dim: for q and k, if RoPE
-        rotates rows i and i + D/2 of a head in this layout, not neighbours; they are put into pairs
-        as they are read. scheme: how others have quantised it, if they have. wanted: the tensors
-        that the files must have for it, by name; by default, floats of its own name and shape."""
-        self.name = name
-        self.shape = shape
-        self.head_dim = head_dim
-        self.scheme = scheme
-        self.wanted = wanted or {name: Wanted(quantised.FLOATS, [shape])}
-        self.files = {name: found.get(name, []) for name in self.wanted}
+    name: str  # what messages call it
+    shape: tuple[int, ...]
+    files: Found  # all that it is made of, by name
+    cut: Callable[[Spans], list[FileTensor]]  # what to read for these spans
+    make: Callable[[list[Tensor], Spans], Made]  # what becomes of that
+    scheme: Scheme | None = None  # how its codes stand for weights; None: it is made of floats
+    format: Format | None = None  # of what it is made of, if it is one of ours
+    # For q and k, if RoPE rotates rows i and i + D/2 of a head in this layout, not neighbours: D.
+    # They are put into pairs as they are read
+    head_dim: int | None = None
+    in_pieces: bool = True  # False: it is read as a whole, whatever is needed of it
+    problems: tuple[str, ...] = ()  # what does not fit the config
+    # Where its rows are in the model's: every `step`th from the `first` on, in the matrix of this
+    # expert, or for a stack of each
+    first: int = 0
+    step: int = 1
+    expert: int = 0
 
     @property
     def rows(self) -> int:
@@ -63,69 +63,48 @@ class SourceTensor:
         return self.shape[-2:][0]
 
     @property
-    def all_schemes(self) -> set[quantised.Quantisation | None]:
-        """How others have quantised its matrices. None stands for floats."""
-        return {self.scheme}
+    def file(self) -> FileTensor:
+        """The first that it is made of."""
+        return next(iter(self.files.values()))[0]
 
-    def read(
-        self, device: torch.device, rows: Rows, columns: slice = ALL
-    ) -> Iterator[tuple[slice, Tensor]]:
-        """Yields a slice of the requested rows, and their floats in the requested columns, on the
-        device. Rows of q and k are always those of whole heads. Raises OSError, and ValueError for
-        codes or scales that are not finite."""
-        return in_order(self.floats(rows, columns, weights_at_once(device)), device)
+    def of_its_own(self, some: slice) -> range:
+        """Which of its rows are among these of the model's."""
+        start, stop = (-((self.first - row) // self.step) for row in (some.start, some.stop))
+        return range(self.rows)[max(start, 0) : max(stop, 0)]
 
-    def write(
-        self, format: Format, out: Tensors, device: torch.device, rows: Rows, columns: slice
-    ) -> None:
-        """Write these rows and columns into `out`, the tensors of a format, without changing a
-        weight."""
-        pieces = self.quantised(rows, columns, weights_at_once(device))
-        for place, matrix in in_order(pieces, device):
-            format.write(matrix, tuple(tensor[place] for tensor in out))
-
-    def floats(self, rows: Rows, columns: slice, most: int) -> Iterable[Piece]:
-        """The pieces that make floats, of at most `most` weights if the tensor can be cut."""
-        raise NotImplementedError
-
-    def quantised(self, rows: Rows, columns: slice, most: int) -> Iterable[Piece]:
-        """The pieces that make Quantised, if it is quantised."""
-        raise NotImplementedError
-
-    def split(self, rows: Rows, columns: slice, most: int) -> Iterator[tuple[slice, list[range]]]:
-        """Yields where a piece lies in the result, and what it is of each dimension. Pieces are of
-        whole heads, and of at most `most` elements unless a tensor has gaps between its rows."""
-        if any(tensor.strides for tensor in chain.from_iterable(self.files.values())):
+    def split(self, rows: range, columns: slice, most: int) -> Iterator[tuple[int, Spans]]:
+        """Yields which of these rows a piece begins with, and what it is of each dimension. Pieces
+        are of whole heads, and of at most `most` elements if it can be read in pieces."""
+        scattered = any(file.is_scattered for files in self.files.values() for file in files)
+        if scattered or not self.in_pieces:
             most = math.prod(self.shape)
+        outer = [range(size) for size in self.shape[:-2]]
+        inner = [range(size)[columns] for size in self.shape[1:][-1:]]  # none in a vector
+        spans = [*outer, rows, *inner]
         start = 0
-        for some in rows:
-            taken = (*[ALL] * (len(self.shape) - 2), some, columns)
-            spans = [range(size)[of_dim] for size, of_dim in zip(self.shape, taken)]
-            for piece in split(spans, most, self.head_dim or 1):
-                end = start + rows_in(piece)
-                yield slice(start, end), piece
-                start = end
+        for piece in split(spans, most, self.head_dim or 1):
+            yield start, piece
+            start += rows_in(piece)
 
-    def problems(self) -> Iterator[str]:
-        """What does not fit the config, a message each."""
-        for name, wanted in self.wanted.items():
-            files = self.files[name]
-            if not files:
-                yield f"{name} is missing"
-            elif not self.fits(files, wanted):
-                yield _misfit(files, wanted)
+    def made(self, spans: Spans, tensors: list[Tensor]) -> Made:
+        """What becomes of the tensors that were read for these spans, its rows in the order in which
+        RoPE rotates neighbours."""
+        made = self.make(tensors, spans)
+        if isinstance(made, Tensor):
+            return self.in_pairs(made)
+        if isinstance(made, Quantised):
+            return of_rows(made, self.in_pairs)
+        return made
 
-    def fits(self, files: list[FileTensor], wanted: Wanted) -> bool:
-        (tensor, *others) = files
-        return not others and tensor.dtype in wanted.types and tensor.shape in wanted.shapes
-
-    def flaw(self, dtype: torch.dtype) -> str | None:
-        """What is wrong with its floats, in the file or converted to dtype. Returns None if nothing
-        is, or if it has codes, which are checked as they are read."""
+    def floats(self, columns: slice, spans: Spans, tensors: list[Tensor]) -> Tensor:
+        """Its floats in these columns, made of whole rows if it has codes."""
+        made = self.made(spans, tensors)
+        if self.scheme:
+            return self.scheme.decoded(made)[:, columns]
+        return made
 
     def in_pairs(self, rows: Tensor) -> Tensor:
-        """The rows, of a stack below one another, in the order in which RoPE rotates neighbours."""
-        if rows.dim() == 3:
+        if rows.dim() == 3:  # a stack, whose matrices are put one below the other
             rows = rows.flatten(0, 1)
         if self.head_dim is None:
             return rows
@@ -133,15 +112,146 @@ class SourceTensor:
         return heads.transpose(1, 2).reshape(rows.shape)
 
 
+# ---- reading rows of a tensor of the model
+
+
+def read(
+    tensor: Sequence[Stored], device: torch.device, rows: Rows, columns: slice = ALL
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yields a slice of the requested rows of a tensor, and their floats in the requested columns,
+    on the device. Rows of q and k are always those of whole heads. Raises OSError, and ValueError
+    for codes or scales that are not finite."""
+
+    def pieces() -> Iterator[Piece]:
+        for stored in tensor:
+            whole = ALL if stored.scheme else columns
+            make = partial(stored.floats, columns)
+            yield from pieces_of(stored, make, rows, whole, weights_at_once(device))
+
+    return in_order(pieces(), device)
+
+
+def write(
+    tensor: Sequence[Stored],
+    format: Format,
+    out: Tensors,
+    device: torch.device,
+    rows: Rows,
+    columns: slice,
+) -> None:
+    """Write these rows and columns of a tensor of codes into `out`, the tensors of a format, without
+    changing a weight."""
+
+    def pieces() -> Iterator[Piece]:
+        for stored in tensor:
+            yield from pieces_of(stored, stored.made, rows, columns, weights_at_once(device))
+
+    for place, made in in_order(pieces(), device):
+        some = tuple(t[place] for t in out)
+        if isinstance(made, Quantised):
+            format.write(made, some)
+        else:
+            for to, values in zip(some, made, strict=True):
+                to.copy_(values.view(to.shape), non_blocking=True)
+    for stored in tensor:
+        if stored.format:
+            try:
+                format.check(out)
+            except ValueError as error:
+                what = f"{stored.name} has {error}: save it again from the original"
+                raise ValueError(f"{stored.file.file}: {what}") from None
+
+
+def pieces_of(
+    stored: Stored,
+    make: Callable[[Spans, list[Tensor]], Made],
+    rows: Rows,
+    columns: slice,
+    most: int,
+) -> Iterator[Piece]:
+    """The pieces of one of a tensor's records, in their places among the requested rows."""
+    at = stored.expert * sum(some.stop - some.start for some in rows)
+    for some in rows:
+        own = stored.of_its_own(some)
+        first = at + stored.first + stored.step * own.start - some.start
+        at += some.stop - some.start
+        if not own:
+            continue
+        for start, spans in stored.split(own, columns, most):
+            begin = first + stored.step * start
+            end = begin + stored.step * rows_in(spans)
+            place = slice(begin, end, stored.step)
+            yield Piece(place, stored.cut(spans), partial(make, spans))
+
+
 def weights_at_once(device: torch.device) -> int:
     """How many weights are converted at a time."""
     if device.type == "cpu":
-        return quantised.AT_ONCE
-    return 16 * quantised.AT_ONCE
+        return AT_ONCE
+    return 16 * AT_ONCE
 
 
-def _misfit(files: list[FileTensor], wanted: Wanted) -> str:
-    name = files[0].name
+def columns_in(columns: range | slice, K: int, M: int) -> slice:
+    """Where these of a matrix's K columns are in a tensor that stores them in M columns."""
+    return slice(columns.start * M // K, -(-columns.stop * M // K))
+
+
+# ---- what all layouts need
+
+
+def floats(name: str, shape: tuple[int, ...], found: Found, head_dim: int | None = None) -> Stored:
+    """A tensor of floats of this name in the files."""
+    files = files_for({name: Wanted(FLOATS, [shape])}, found)
+    return Stored(
+        name=name,
+        shape=shape,
+        files=files.found,
+        cut=lambda spans: [files.found[name][0].cut(spans)],
+        make=lambda tensors, spans: tensors[0],
+        head_dim=head_dim,
+        problems=files.problems,
+    )
+
+
+def part_of_rows(whole: Stored, start: int, count: int, **changes) -> Stored:
+    """Some rows of a matrix, or of each in a stack, as a record of their own."""
+
+    def moved(spans: Spans) -> Spans:
+        *outer, rows, columns = spans
+        return [*outer, range(rows.start + start, rows.stop + start), columns]
+
+    *outer, _, columns = whole.shape
+    return replace(
+        whole,
+        shape=(*outer, count, columns),
+        cut=lambda spans: whole.cut(moved(spans)),
+        make=lambda tensors, spans: whole.make(tensors, moved(spans)),
+        **changes,
+    )
+
+
+class Checked(NamedTuple):
+    """The tensors of files that one record is made of, and what is wrong with them."""
+
+    found: Found
+    problems: tuple[str, ...]
+
+
+def files_for(wanted: dict[str, Wanted], found: Found) -> Checked:
+    """The tensors of these names, each in one file."""
+    problems = []
+    for name, about in wanted.items():
+        files = found.get(name, [])
+        fits = [file.dtype in about.types and file.shape in about.shapes for file in files]
+        if fits != [True]:
+            problems.append(misfit(name, files, about))
+    return Checked({name: found.get(name, []) for name in wanted}, tuple(problems))
+
+
+def misfit(name: str, files: list[FileTensor], wanted: Wanted) -> str:
+    """What is wrong with files that do not have what is wanted."""
+    if not files:
+        return f"{name} is missing"
     shapes = " + ".join(str(list(tensor.shape)) for tensor in files)
     expected = list(wanted.shapes[0])
     if all(tensor.dtype in wanted.types for tensor in files):
@@ -151,248 +261,19 @@ def _misfit(files: list[FileTensor], wanted: Wanted) -> str:
     return f"{name} is {shapes} in {in_words(files[0].dtype)}, expected {expected} in {listed}"
 
 
-class Several(SourceTensor):
-    """A tensor that is made of several."""
-
-    def __init__(self, tensors: list[SourceTensor]):
-        self.of = tensors
-        self.wanted = {name: tensor.wanted[name] for tensor in tensors for name in tensor.wanted}
-
-    @property
-    def all_schemes(self) -> set[quantised.Quantisation | None]:
-        return set().union(*(tensor.all_schemes for tensor in self.of))
-
-    def pieces(self, rows: Rows, made_of: MadeOf) -> Iterator[Piece]:
-        """The pieces of all tensors, in their places. made_of: returns those of one of them."""
-        raise NotImplementedError
-
-    def floats(self, rows: Rows, columns: slice, most: int) -> Iterator[Piece]:
-        return self.pieces(rows, lambda tensor, some: tensor.floats(some, columns, most))
-
-    def quantised(self, rows: Rows, columns: slice, most: int) -> Iterator[Piece]:
-        return self.pieces(rows, lambda tensor, some: tensor.quantised(some, columns, most))
-
-    def problems(self) -> Iterator[str]:
-        return chain.from_iterable(tensor.problems() for tensor in self.of)
-
-    def flaw(self, dtype: torch.dtype) -> str | None:
-        return next(filter(None, (tensor.flaw(dtype) for tensor in self.of)), None)
-
-
-class Stack(Several):
-    """The matrices of all experts, each of which is a tensor of its own in the files."""
-
-    @property
-    def rows(self) -> int:
-        return self.of[0].rows
-
-    def pieces(self, rows: Rows, made_of: MadeOf) -> Iterator[Piece]:
-        each = sum(some.stop - some.start for some in rows)
-        for i, expert in enumerate(self.of):
-            for piece in made_of(expert, rows):
-                yield piece.moved(i * each)
-
-
-class Joined(Several):
-    """Parts of a tensor, one below the other; or groups of parts whose rows take turns."""
-
-    def __init__(self, parts: list[SourceTensor], in_turn: int):
-        """in_turn: how many parts take turns; 1 if none do."""
-        super().__init__(parts)
-        self.in_turn = in_turn
-
-    def pieces(self, rows: Rows, made_of: MadeOf) -> Iterator[Piece]:
-        """rows: a slice for each group."""
-        turns = self.in_turn
-        groups = [self.of[i : i + turns] for i in range(0, len(self.of), turns)]
-        start = 0  # of a group, among all rows
-        at = 0  # among the requested rows
-        for some, group in zip(rows, groups, strict=True):
-            of_part = slice((some.start - start) // turns, (some.stop - start) // turns)
-            for i, part in enumerate(group):
-                for piece in made_of(part, [of_part]):
-                    yield piece.moved(at + i, turns)
-            start += turns * group[0].rows
-            at += some.stop - some.start
-
-
-class Floats(SourceTensor):
-    """A tensor of floats in one file."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.files[self.name][0].dtype
-
-    def floats(self, rows: Rows, columns: slice, most: int) -> Iterator[Piece]:
-        (tensor,) = self.files[self.name]
-        for place, spans in self.split(rows, columns, most):
-            yield Piece(place, [tensor.cut(spans)], self.made)
-
-    def made(self, tensors: list[Tensor]) -> Tensor:
-        (values,) = tensors
-        return self.in_pairs(values)
-
-    def flaw(self, dtype: torch.dtype) -> str | None:
-        for _, values in self.read(CPU, [ALL]):
+def flaw(tensor: Sequence[Stored], dtype: torch.dtype) -> str | None:
+    """What is wrong with a tensor's floats, in the file or converted to dtype. Returns None if
+    nothing is. Codes are checked as they are read."""
+    for stored in tensor:
+        if stored.scheme or stored.format:
+            continue
+        alone = replace(stored, first=0, step=1, expert=0)
+        for _, values in read([alone], CPU, [slice(0, stored.rows)]):
             holds = None
             if not torch.isfinite(values).all():
                 holds = "NaN or inf"
             elif not torch.isfinite(values.to(dtype)).all():
                 holds = f"values beyond the range of {dtype}; try dtype fp32"
             if holds:
-                return one_line(
-                    f"{self.name} in {self.files[self.name][0].file.name} holds {holds}"
-                )
-        return None
-
-
-class ShardedFloats(Floats):
-    """A tensor of floats whose rows or columns are divided among Meta's shards."""
-
-    def axis(self, files: list[FileTensor]) -> int | None:
-        """The axis along which to join the shards; any axis if each is already the whole tensor.
-        Returns None if they do not add up to the expected shape."""
-        first = files[0].shape
-        count = len(files)
-        if len(self.shape) == 1:  # every shard repeats the norms
-            count = 1
-        if any(tensor.shape != first for tensor in files):
-            return None
-        for axis in range(len(first)):
-            if self.shape == (*first[:axis], first[axis] * count, *first[axis + 1 :]):
-                return axis
-        return None
-
-    def fits(self, files: list[FileTensor], wanted: Wanted) -> bool:
-        of_types = all(tensor.dtype in wanted.types for tensor in files)
-        return of_types and self.axis(files) is not None
-
-    def floats(self, rows: Rows, columns: slice, most: int) -> Iterator[Piece]:
-        files = self.files[self.name]
-        axis = self.axis(files)
-        size = files[0].shape[axis]
-        if size == self.shape[axis]:
-            files = files[:1]
-        for place, spans in self.split(rows, columns, most):
-            parts = []
-            for i, tensor in enumerate(files):
-                start = max(spans[axis].start - i * size, 0)
-                stop = min(spans[axis].stop - i * size, size)
-                if start < stop:
-                    of_shard = [*spans[:axis], range(start, stop), *spans[axis + 1 :]]
-                    parts.append(tensor.cut(of_shard))
-            yield Piece(place, parts, partial(torch.cat, dim=axis))
-
-
-class QuantisedMatrix(SourceTensor):
-    """A matrix, or a stack of them, that others have quantised."""
-
-    def floats(self, rows: Rows, columns: slice, most: int) -> Iterator[Piece]:
-        for piece in self.quantised(rows, ALL, most):
-            yield piece._replace(make=partial(self.decoded, piece.make, columns))
-
-    def decoded(
-        self, make: Callable[[list[Tensor]], Quantised], columns: slice, tensors: list[Tensor]
-    ) -> Tensor:
-        return quantised.decoded(self.scheme, make(tensors))[:, columns]
-
-    @contextmanager
-    def named_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except ValueError as error:
-            file = next(iter(self.files.values()))[0].file
-            raise ValueError(f"{file}: {self.name} has {error}") from None
-
-
-class GgufMatrix(QuantisedMatrix):
-    """A matrix or a stack in one of ggml's types, each row of which is a row of blocks."""
-
-    def quantised(self, rows: Rows, columns: slice, most: int) -> Iterator[Piece]:
-        in_bytes = lambda k: k // self.scheme.block * self.scheme.nbytes
-        *outer, K = self.shape
-        (tensor,) = self.files[self.name]
-        in_file = replace(tensor, dtype=torch.uint8, shape=(*outer, in_bytes(K)))
-        for place, (*some, span) in self.split(rows, columns, most):
-            some.append(range(in_bytes(span.start), in_bytes(span.stop)))
-            yield Piece(place, [in_file.cut(some)], self.made)
-
-    def made(self, tensors: list[Tensor]) -> Quantised:
-        (raw,) = tensors
-        with self.named_errors():
-            return quantised.checked(quantised.from_blocks(self.scheme, self.in_pairs(raw)))
-
-
-class SafetensorsMatrix(QuantisedMatrix):
-    """A matrix in one of the schemes of safetensors. It is read as a whole, since it may be stored
-    transposed."""
-
-    def problems(self) -> Iterator[str]:
-        N, K = self.shape
-        group = max(self.scheme.group, self.scheme.format.group)
-        if N % 8 or K % group:
-            shape = list(self.shape)
-            yield f"{self.name} is {shape}, not a multiple of 8 rows and {group} columns"
-        yield from super().problems()
-
-    def quantised(self, rows: Rows, columns: slice, most: int) -> Iterator[Piece]:
-        files = [file for (file,) in self.files.values()]
-        for place, spans in self.split(rows, columns, math.prod(self.shape)):
-            yield Piece(place, files, partial(self.made, *spans))
-
-    def made(self, rows: range, columns: range, tensors: list[Tensor]) -> Quantised:
-        K = self.shape[1]
-        taken = slice(rows.start, rows.stop)
-
-        def cut(t: Tensor | None) -> Tensor | None:
-            if t is None:
-                return None
-            return self.in_pairs(t[taken].contiguous())[:, columns_in(columns, K, t.shape[1])]
-
-        words = [name.rpartition(".")[2] for name in self.files]
-        with self.named_errors():
-            matrix = quantised.checked(self.scheme.read(dict(zip(words, tensors))))
-        return Quantised(*map(cut, matrix))
-
-
-class SavedMatrix(SourceTensor):
-    """A matrix of the model, its parts joined, or a stack, in the format in which `--save` wrote
-    it."""
-
-    def write(
-        self, format: Format, out: Tensors, device: torch.device, rows: Rows, columns: slice
-    ) -> None:
-        K = self.shape[-1]
-        span = range(K)[columns]
-        if not format.can_be_cut(K, len(span)):
-            what = f"{self.name} was saved in {format.name}, where its {K} columns"
-            parts = K // len(span)
-            raise ValueError(f"{what} cannot be divided among {parts} processes: take the original")
-        pieces = self.stored(rows, columns, weights_at_once(device))
-        for place, stored in in_order(pieces, device):
-            for tensor, values in zip(out, stored, strict=True):
-                to = tensor[place]
-                to.copy_(values.view(to.shape), non_blocking=True)
-        try:
-            format.check(out)
-        except ValueError as error:
-            ((tensor,), *_) = self.files.values()
-            raise ValueError(
-                f"{tensor.file}: {self.name} has {error}: save it again from the original"
-            ) from None
-
-    def stored(self, rows: Rows, columns: slice, most: int) -> Iterator[Piece]:
-        """The pieces of all that the format stores."""
-        *outer, K = self.shape
-        for place, (*some, span) in self.split(rows, columns, most):
-            parts = []
-            for (tensor,) in self.files.values():
-                in_row = tensor.shape[1:]  # none if it is written as a vector
-                taken = [range(M)[columns_in(span, K, M)] for M in in_row]
-                parts.append(replace(tensor, shape=(*outer, *in_row)).cut([*some, *taken]))
-            yield Piece(place, parts, lambda tensors: tensors)
-
-
-def columns_in(columns: range | slice, K: int, M: int) -> slice:
-    """Where these of a matrix's K columns are in a tensor that stores them in M columns."""
-    return slice(columns.start * M // K, -(-columns.stop * M // K))
+                return one_line(f"{stored.name} in {stored.file.file.name} holds {holds}")
+    return None

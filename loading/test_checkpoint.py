@@ -5,18 +5,19 @@ import json
 
 import pytest
 import torch
+import transformers
 
-from loading import checkpoint
-from loading import config as config_module
-from loading.checkpoint import load, read_config
-from loading.save import save
-from model import PROMPT_CHUNK, generate
+from engine import generate
+from loading import checkpoint, loader
+from loading.checkpoint import load, open_tokenizer, read_config, save
+from passes import PROMPT_CHUNK
 from tests.helpers import (
     DEVICE,
     FAMILIES,
     NORM,
     UNDIVIDED,
     assert_close,
+    assert_refused,
     conversation,
     greedy,
     hugging_face_model,
@@ -27,7 +28,6 @@ from tests.helpers import (
     with_dense_weights,
     write,
 )
-from tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize("family, fp8, backend", [
@@ -71,8 +71,30 @@ def test_families_equal_transformers(tmp_path, family, fp8, backend, monkeypatch
         assert (behind < 1e-4 * logits.std(1)).all(), behind
 
 
+@pytest.mark.parametrize("text", ["mistral nemo", "ministral 3"])
+def test_text_of_a_model_that_also_knows_images(copy, cli, text):
+    """Its text is that of transformers; a note says that images are left out."""
+    size = read_config(copy).vocab_size
+    of_text = hugging_face_model(size, **FAMILIES[text]).config
+    vision = dict(
+        model_type="pixtral", hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        image_size=28, patch_size=14,
+    )  # fmt: skip
+    config = transformers.Mistral3Config(text_config=of_text, vision_config=vision)
+    theirs = transformers.Mistral3ForConditionalGeneration(config).eval()
+    theirs.save_pretrained(copy)
+    ours = load(copy, dtype="fp32", device="cpu")
+    ids = torch.randint(250, (50,)).tolist()
+    assert_close(logits_of(ours, ids), oracle(theirs, ids))
+    code, _, err = cli("-m", copy, "-p", "Once", "-n", 2)
+    assert code == 0 and "note: config.json: model_type is 'mistral3': images are left out" in err
+    if text == "ministral 3":  # q is scaled beyond 128 tokens
+        assert ours.ctx_size == 128
+        assert_refused(cli("-m", copy, "-c", 129, "-p", "a"), "a ctx_size of 129 is not supported")
+
+
 def test_head_dim_that_the_kernels_cannot_run(cli, copy):
-    size = Tokenizer(copy).vocabulary.sp.vocab_size()
+    size = open_tokenizer(copy).vocabulary.sp.vocab_size()
     hugging_face_model(size, head_dim=20).save_pretrained(copy)
     flags = ("-m", copy, "-p", "Once", "-n", 2, "--device")
     code, _, err = cli(*flags, DEVICE.type, "--backend", "triton")
@@ -85,7 +107,7 @@ def test_messages_are_one_line(copy):
     folder = copy.rename(copy.parent / "a\n\x1b[31mb")
     spoil_tensors(lambda t: t[NORM].fill_(torch.nan))(folder)
     (folder / "chat_template.jinja").write_text("{{ raise_exception('a\nb\x1b[31m' * 999) }}")
-    model, tokenizer = load(folder, device="cpu"), Tokenizer(folder)
+    model, tokenizer = load(folder, device="cpu"), open_tokenizer(folder)
     sampling = write("generation_config.json", json.dumps({"temperature": "x\ny\x1b" * 999}))
     more_tensors = spoil_tensors(lambda t: t.update({"\n" * 9: torch.ones(1)}))
     for act in (
@@ -95,7 +117,7 @@ def test_messages_are_one_line(copy):
         lambda: checkpoint.Checkpoint(folder),
         lambda: spoil_config(hidden_act="x\ny" * 100_000)(folder) or load(folder),
         lambda: save(folder, folder / "new"),
-        lambda: sampling(folder) and config_module.read_sampling(folder),
+        lambda: sampling(folder) and checkpoint.Checkpoint(folder).sampling(),
     ):
         with pytest.raises((RuntimeError, ValueError)) as raised:
             act()
@@ -104,9 +126,9 @@ def test_messages_are_one_line(copy):
 
 @pytest.mark.parametrize("shape", ["gqa", "mqa, tied"])
 def test_loading_bar_ends_full(copy, monkeypatch, shape):
-    bars, original, shown = [], checkpoint.tqdm, dict(disable=False, file=io.StringIO())
+    bars, original, shown = [], loader.tqdm, dict(disable=False, file=io.StringIO())
     made = lambda **options: bars.append(original(**options | shown)) or bars[-1]
-    monkeypatch.setattr(checkpoint, "tqdm", made)
+    monkeypatch.setattr(loader, "tqdm", made)
     hugging_face_model(read_config(copy).vocab_size, **FAMILIES[shape]).save_pretrained(copy)
     saved = save(copy, copy.parent / "saved", format="e4m3").parent
     for folder, form in ((copy, None), (copy, "e4m3"), (saved, None)):

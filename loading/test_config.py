@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from dev.checkpoints import write_gguf
-from loading.checkpoint import read_config
+from loading.checkpoint import load, read_config
 from model import rope_table
 from session import Session
 from tests.helpers import (
@@ -22,6 +22,7 @@ from tests.helpers import (
     edit,
     gguf_metadata,
     hugging_face_model,
+    logits_of,
     set_one,
     spoil_config,
     spoil_tensors,
@@ -50,6 +51,7 @@ ROPES = [  # fields of a config.json, in all places where they have been
     *(dict(rope_parameters=NEWER | more) for more in (
         dict(original_max_position_embeddings=32, factor=8.0, beta_fast=16.0, beta_slow=2.0),
         dict(factor=2.0, rope_theta=100.0, attention_factor=1.3), dict(mscale=0.7),
+        dict(mscale=0.7, mscale_all_dim=0.4), dict(mscale_all_dim=0.4),
     )),
 ]  # fmt: skip
 
@@ -67,7 +69,10 @@ def test_yarn_and_config_places_of_rope_equal_transformers(copy, small_gguf, fie
     angles = torch.outer(torch.arange(50.0), freqs)
     expected = gain * torch.stack((angles.cos(), angles.sin()), -1)
     assert_close(rope_table(read_config(copy), 50), expected, 1e-5)
-    if kind != "llama3" and not {"attention_factor", "mscale"} & theirs.rope_parameters.keys():
+    if (
+        kind != "llama3"
+        and not {"attention_factor", "mscale", "mscale_all_dim"} & theirs.rope_parameters.keys()
+    ):
         metadata = gguf_metadata(theirs) | BYTES
         file = write_gguf(copy / "a.gguf", metadata, small_gguf[1])
         assert_close(rope_table(read_config(file), 50), expected, 1e-5)
@@ -186,5 +191,19 @@ def test_config_eos_of_both_files(copy):
     assert read_config(copy).eos_ids == (0,) and read_config(copy).bos_id == 5
     edit(copy / "generation_config.json", eos_token_id=None)
     assert read_config(copy).eos_ids == (7, 2)
+    edit(copy / "generation_config.json", eos_token_id=[2, 9999, -1])
+    assert read_config(copy).eos_ids == (2,)
+    edit(copy / "generation_config.json", eos_token_id=9999)
+    assert read_config(copy).eos_ids == (7, 2), "as if it were absent"
+    edit(copy / "generation_config.json", eos_token_id=None)
     edit(copy / "config.json", eos_token_id=7)
     assert Session(copy, device="cpu").eos == {7, 2}, "the tokenizer's own ends a text, too"
+
+
+def test_other_words_of_a_config(copy):
+    """What transformers takes for the same."""
+    expected = logits_of(load(copy, device="cpu", dtype="fp32"), [1, 5, 9])
+    edit(copy / "config.json", hidden_act="swish", dtype="auto")
+    opened = load(copy, device="cpu", dtype="fp32")
+    assert torch.equal(logits_of(opened, [1, 5, 9]), expected)
+    assert opened.checkpoint.dtype == torch.float32

@@ -18,18 +18,21 @@ from bits import others
 from dev.checkpoints import sentencepiece_metadata, write_gguf
 from formats import Matrix
 from fp8 import E4M3
+from loading import checkpoint, quantised
 from loading import gguf as ggml
-from loading import quantised
-from loading.checkpoint import load, read_config
+from loading import tensors as tensors_module
+from loading.checkpoint import load, open_tokenizer, read_config, save
 from loading.hub import local_checkpoint, pick_gguf
 from loading.names import layer_tensors
-from loading.tensors import ALL
+from loading.tensors import ALL, pieces_of
+from sampling import Sampling
 from tests.helpers import (
     BYTES,
     DEVICE,
     FAMILIES,
     FILE_FORMATS,
     HALVES,
+    HALVES_AT,
     HERE,
     INF,
     NAN,
@@ -62,7 +65,7 @@ from tests.helpers import (
 )
 from tokenizer import Tokenizer
 
-QUANTS = {number: kind for number, kind in ggml.TYPES.items() if kind.block > 1}
+QUANTS = {number: kind for number, kind in ggml.TYPES.items() if kind.split}
 
 
 @pytest.mark.parametrize("number", QUANTS, ids=lambda number: QUANTS[number].name)
@@ -70,15 +73,40 @@ def test_gguf_types_are_decoded(number):
     """Every bit. Scales that are not finite are refused."""
     kind, raw = QUANTS[number], random_blocks(number, 5, 768, std=1.0)
     assert kind.name == gguf.GGMLQuantizationType(number).name
-    assert torch.equal(quantised.from_blocks(kind, raw).decoded(), dequantised(number, raw))
+    assert torch.equal(kind.read(raw).decoded(), dequantised(number, raw))
     if kind.name.endswith("K"):
         raw[1, 4:16] = raw[1, 192:208] = 255  # scales of groups
-    start = 208 if kind.name == "Q6_K" else 0
+    start = HALVES_AT.get(kind.name, 0)
     for bad, half in itertools.product((NAN, INF), range(HALVES.get(kind.name, 1))):
         spoiled, at = raw.clone(), start + 2 * half
         spoiled[1, at : at + 2] = torch.tensor([bad]).half().view(torch.uint8)
         with pytest.raises(ValueError, match="a scale that is NaN or infinite"):
-            quantised.checked(quantised.from_blocks(kind, spoiled))
+            quantised.checked(kind.read(spoiled))
+
+
+def test_gguf_says_how_to_sample(tmp_path, cli, small_gguf):
+    """As llama.cpp's converter writes it since November 2025; flags override it, and what is saved
+    says the same."""
+    said = {
+        "temp": 0.5,
+        "top_k": 7,
+        "top_p": 0.75,
+        "min_p": 0.25,
+        "penalty_repeat": 1.25,
+        "xtc_threshold": 0.1,
+    }
+    metadata = small_gguf[0] | {f"general.sampling.{name}": value for name, value in said.items()}
+    file = write_gguf(tmp_path / "a.gguf", metadata, small_gguf[1])
+    expected = dict(temp=0.5, top_k=7, top_p=0.75, min_p=0.25, repeat_penalty=1.25)
+    saved = save(file, tmp_path / "saved", format="e4m3").parent
+    for path in (file, saved):
+        opened = checkpoint.Checkpoint(path)
+        assert opened.sampling() == expected | dict(repeat_last_n=64)
+        assert opened.sampling({"top_k", "repeat_last_n"}).keys() == expected.keys() - {"top_k"}
+    model = load(file, device="cpu", sampling=dict(top_k=9))
+    assert model.sampling == Sampling(**expected | dict(top_k=9, repeat_last_n=64))
+    written = write_gguf(file, metadata | {"general.sampling.penalty_last_n": 9}, small_gguf[1])
+    assert checkpoint.Checkpoint(written).sampling()["repeat_last_n"] == 9
 
 
 def test_other_gguf_types_are_named():
@@ -92,7 +120,7 @@ def stored_in(format, N: int, K: int):
         for number in (n for n, kind in QUANTS.items() if kind.name in others.EXACT[format]):
             raw = random_blocks(number, N, K)
             exact = dequantised(number, raw).to(DEVICE)
-            yield quantised.from_blocks(QUANTS[number], raw.to(DEVICE)), exact
+            yield QUANTS[number].read(raw.to(DEVICE)), exact
         return
     if format is others.E4M3_128:
         codes, zero = E4M3.round(torch.randn(N, K) * 100), None
@@ -134,13 +162,14 @@ def test_products_with_gguf_and_safetensors_formats(format):
     ("Q4_0 Q5_0", 96, 8, "q8_0"),
     ("Q4_0 Q4_1", 96, 8, "q8_1"), ("Q4_0 Q6_K", 512, 8, None), ("Q6_K F16", 512, 8, None),
     ("Q6_K", 384, 8, None), ("IQ4_NL", 96, 8, "q8_0"), ("IQ4_XS Q5_K", 512, 8, "q8_k"),
-    ("Q4_K", 512, 4, "q4_k"), ("Q6_K", 512, 4, None),
+    ("Q4_K", 512, 4, "q4_k"), ("Q6_K", 512, 4, None), ("Q3_K Q6_K", 512, 8, "q6_k"), ("Q2_K", 512, 8, "q8_16"),
+    ("Q2_K Q3_K Q6_K", 512, 8, "q8_16"), ("Q6_K IQ4_XS", 512, 8, "q8_16"),
 ])  # fmt: skip
 def test_format_of_joined_matrices(kinds, columns, most_bits, name):
     """None: they are decoded, as those of more bits are on a CPU, and those cut in the middle of a
     block."""
-    types = {kind.name: kind for kind in QUANTS.values()}
-    found = quantised.format_for({types.get(kind) for kind in kinds.split()}, columns, most_bits)
+    schemes = {kind.name: kind.scheme for kind in QUANTS.values()}
+    found = quantised.format_for({schemes.get(kind) for kind in kinds.split()}, columns, most_bits)
     assert (found and found.name) == name
 
 
@@ -167,7 +196,7 @@ def give_blocks(theirs, tensors: dict) -> None:
 ])  # fmt: skip
 def test_gguf_models_equal_transformers(tmp_path, cli, family, monkeypatch):
     """Of all types, mixed also among wq, wk and wv; whole and by ranks, a few rows at a time."""
-    monkeypatch.setattr(quantised, "AT_ONCE", 50 * 256)
+    monkeypatch.setattr(tensors_module, "AT_ONCE", 50 * 256)
     theirs = hugging_face_model(259, **FAMILIES[family] | WIDE | OF_BYTES)
     kinds = random.sample([number for number in QUANTS if number != 12], len(QUANTS) - 1)
     # Q4_K, of the second layer's wo: of each of its blocks of 256, a rank would have a half
@@ -180,7 +209,7 @@ def test_gguf_models_equal_transformers(tmp_path, cli, family, monkeypatch):
     else:
         read_gguf(theirs, file)
     ours = assert_equals_transformers(file, theirs)
-    every_type = "IQ4_NL, IQ4_XS, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K and Q8_0"
+    every_type = "IQ4_NL, IQ4_XS, Q2_K, Q3_K, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K and Q8_0"
     assert ours.checkpoint.quantised == every_type
     assert (ours.config.dtype, ours.config.eos_ids) == (torch.bfloat16, (258, 257))
     whole, decoded = loaded(ours), loaded(ours, None)
@@ -192,11 +221,12 @@ def test_gguf_models_equal_transformers(tmp_path, cli, family, monkeypatch):
     if has_experts:
         name = "blk.1.ffn_down_exps.weight"
         count, (number, raw) = ours.config.n_experts, tensors[name]
-        monkeypatch.setattr(quantised, "AT_ONCE", 3 * 256 * 512)
+        monkeypatch.setattr(tensors_module, "AT_ONCE", 3 * 256 * 512)
         loader = loader_of(ours)
         for t in layer_tensors(ours.config)[-2:]:
-            tensor = loader.checkpoint.tensors[t.name]
-            pieces = list(tensor.quantised(loader.rows(t), ALL, quantised.AT_ONCE))
+            asked = loader.rows(t), ALL, tensors_module.AT_ONCE
+            stored = loader.checkpoint.tensors[t.name]
+            pieces = [piece for one in stored for piece in pieces_of(one, one.made, *asked)]
             at_once = -(-count // 3)
             assert len(pieces) == len(t.parts) * at_once, "three experts are converted at once"
         for one, other in zip(loaded(ours).matrices, whole.matrices, strict=True):
@@ -204,6 +234,37 @@ def test_gguf_models_equal_transformers(tmp_path, cli, family, monkeypatch):
         write_gguf(file, metadata, tensors | {name: (number, raw[:-1])})
         few = f"{name} is [{count - 1}, 256, 512], expected [{count}, 256, 512]"
         assert_refused(cli("-m", file, "-p", "a"), few)
+
+
+@pytest.mark.parametrize("family", ["phi 4", "granite 3", "seed-oss"])
+def test_gguf_of_families_that_transformers_does_not_read(tmp_path, family):
+    """As llama.cpp's converter writes them, in blocks of eight bits; by ranks, and saved."""
+    theirs = hugging_face_model(
+        259, **FAMILIES[family] | dict(intermediate_size=128, eos_token_id=258, head_dim=32)
+    )
+    numbers = {
+        "q_proj": theirs.config.num_attention_heads,
+        "k_proj": theirs.config.num_key_value_heads,
+    }
+    q8_0 = gguf.GGMLQuantizationType.Q8_0
+    tensors = gguf_tensors(theirs)
+    names = gguf.get_tensor_name_map(
+        {arch: number for number, arch in gguf.MODEL_ARCH_NAMES.items()}[theirs.config.model_type],
+        9,
+    )
+    for name, value in theirs.named_parameters():
+        if value.dim() == 2:
+            raw = torch.from_numpy(gguf.quants.quantize(value.detach().numpy(), q8_0))
+            value.data.copy_(dequantised(int(q8_0), raw))
+            if family == "granite 3" and name.split(".")[-2] in numbers:
+                heads = raw.unflatten(0, (numbers[name.split(".")[-2]], 2, -1))
+                raw = heads.transpose(1, 2).flatten(0, 2).contiguous()
+            tensors[names.get_name(name, (".weight",))] = (int(q8_0), raw)
+    file = write_gguf(tmp_path / "a.gguf", gguf_metadata(theirs.config) | BYTES, tensors)
+    ours = assert_equals_transformers(file, theirs)
+    whole = loaded(ours)
+    assert {layer.wqkv.format for layer in whole.layers} == {others.Q8_0}
+    assert_two_ranks_have(ours, whole.layers[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -231,7 +292,9 @@ def test_gguf_of_floats_is_as_any_checkpoint(tmp_path, cli, dtype):
     assert saved.config.rope_factors and saved.config.eos_ids == (258, 257)
     assert_close(logits_of(saved, range(40)), logits_of(encoded, range(40)), 1e-6)
     for chat in (conversation("Größe 🙂"), conversation("ab</s>")):
-        ids = [Tokenizer(path).apply_chat_template(chat) for path in (tmp_path / "saved", file)]
+        ids = [
+            open_tokenizer(path).apply_chat_template(chat) for path in (tmp_path / "saved", file)
+        ]
         assert ids[0] == ids[1]
 
 
@@ -300,7 +363,7 @@ def test_gguf_of_the_hub(hub, tmp_path, monkeypatch, small_gguf):
     for kind, wanted in kinds.items():
         hub.asked.clear()
         file = place(kind)
-        assert str(file).endswith(wanted) and Tokenizer(file).encode("ab")[-1] == 256
+        assert str(file).endswith(wanted) and open_tokenizer(file).encode("ab")[-1] == 256
         assert hub.fetched() == [Path(wanted).name]
         assert place(kind) == file and not hub.asked
     # another program has cached it, too
@@ -309,9 +372,21 @@ def test_gguf_of_the_hub(hub, tmp_path, monkeypatch, small_gguf):
     assert place(":Q8_0").name == "a.Q8_0.gguf" and place("").name == "a-q4_k_m.gguf"
     next((tmp_path / "cache").rglob("a-q4_k_m.gguf")).unlink()
     assert place("").name == "a.Q8_0.gguf", "what there is"
-    assert pick_gguf(["b.Q8_0.gguf", "a.IQ2_M.gguf", "b.F16.gguf"], "") == ["b.F16.gguf"]
+    assert load("someone/tiny", device="cpu").checkpoint.notes == [
+        "of the GGUF files in someone/tiny, a.Q8_0.gguf is taken; someone/tiny:KIND takes another"
+    ]
     parts = [f"m-Q6_K-0000{i}-of-00002.gguf" for i in (1, 2)]
     assert pick_gguf(["n-Q6_K.gguf", *parts], "Q6_K") == parts
+
+
+@pytest.mark.parametrize("names, taken", [
+    ("b.Q8_0 a.IQ2_M b.F16", "b.Q8_0"), ("a-BF16 b-q4_k_m c-Q4_0", "b-q4_k_m"), ("a-F16 b-Q8_0 c-IQ4_XS", "c-IQ4_XS"),
+    ("a-F16 b-UD-Q4_K_XL c-Q4_K_S", "b-UD-Q4_K_XL"), ("a-F16 b-Q5_K_M c-Q8_0", "b-Q5_K_M"), ("a-Q6_K b-F16", "a-Q6_K"),
+    ("model", "model"), ("a-imatrix b", "b"), ("a.MXFP4 b.TQ1_0", None),
+])  # fmt: skip
+def test_gguf_that_is_taken_if_no_kind_is_named(names, taken):
+    found = pick_gguf([f"{name}.gguf" for name in names.split()], "")
+    assert found == ([f"{taken}.gguf"] if taken else [])
 
 
 def test_gguf_header_holds_every_type_of_value(tmp_path):
@@ -374,7 +449,12 @@ BAD_GGUF = {
         by_hand([(b"a\n\x1b[31m", (8,), 99, 0)]), "a ?[31m is unknown type 99, which is not supported"
     ),
     "another type": (by_hand([(b"w", (256,), 39, 0)]), "w is MXFP4, which is not supported: take a file of F32"),
-    "another architecture": ({"general.architecture": "gemma3"}, "architecture is 'gemma3', which is not supported"),
+    "another architecture": ({"general.architecture": "gemma3"}, "qwen3moe): take a model of one of these"),
+    "for embeddings": ({"llama.pooling_type": 3}, "holds a model for embeddings or rewards, which generates no text"),
+    "experts as until 2024": (
+        by_hand([(b"blk.0.ffn_gate.0.weight", (8,), 0, 0)], [(b"general.architecture", 8, string(b"llama"))]),
+        "as files had until April 2024: take a newer one",
+    ),
     "experts without their number a token": ({"llama.expert_count": 8}, "lacks the field num_experts_per_tok"),
     "no experts": (
         {"llama.expert_count": 8, "llama.expert_used_count": 2}, "config: blk.0.ffn_gate_inp.weight is missing",
@@ -385,6 +465,10 @@ BAD_GGUF = {
     "size in words": ({"llama.block_count": "two"}, "num_hidden_layers is 'two'; it must be a whole number"),
     "sizes": ({"llama.feed_forward_length": [9, 9]}, "; it must be a whole number"),
     "part of RoPE": ({"llama.rope.dimension_count": 8}, "rope.dimension_count differ: [16, 16, 8]"),
+    "part of RoPE, without a key_length": (
+        {"llama.rope.dimension_count": 8, "llama.attention.key_length": None, "llama.attention.value_length": None},
+        "differ: [8, 16], which is not supported",
+    ),
     "scaling": ({"llama.rope.scaling.type": "longrope"}, "rope_type is 'longrope', which is supported with"),
     "types of others": ({"tokenizer.ggml.token_type": [1, 2]}, "must have a number of 32 bits for each of the 259"),
     "tokens of numbers": ({"tokenizer.ggml.tokens": [1, 2]}, "tokens is an array, a value of the wrong type"),
@@ -392,7 +476,6 @@ BAD_GGUF = {
     "no pre-tokenizer": ({"tokenizer.ggml.pre": None}, "lacks tokenizer.ggml.pre"),
     "another pre-tokenizer": ({"tokenizer.ggml.pre": "viking"}, "pre is 'viking', which is not supported"),
     "another tokenizer": ({"tokenizer.ggml.model": "bert"}, "model is 'bert', which is not supported"),
-    "an id beyond the tokens": ({"tokenizer.ggml.eos_token_id": 259}, "eos_token_id is [259, 257, 258]; it must"),
     "no merges": ({"tokenizer.ggml.merges": None}, "lacks tokenizer.ggml.merges"),
     "no embedding": ({"token_embd.weight": None}, "lacks the tensor token_embd.weight"),
     "quantised norm": ({"output_norm.weight": (8, torch.zeros(68, dtype=torch.uint8))}, "is [64] in another type"),
@@ -425,7 +508,7 @@ def test_gguf_tokens_that_end_an_answer(tmp_path, small_gguf, kind):
     file = write_gguf(tmp_path / "a.gguf", metadata | about, tensors)
     config = read_config(file)
     assert config.eos_ids == (0, 1, *range(3, 10))
-    tokenizer = Tokenizer(file, config.vocab_size)
+    tokenizer = open_tokenizer(file, config.vocab_size)
     assert {*ends} <= tokenizer.control.keys() and tokenizer.decode([*range(3, 10)]) == ""
 
 
@@ -507,13 +590,13 @@ def test_gguf_sentencepiece(tmp_path):
     """The same as the tokenizer.model. Fine-tuned models have control tokens and text beyond it,
     unknown ones to fill it up, and bos not added."""
     folder = HERE / "models/tales"
-    original = Tokenizer(folder)
+    original = open_tokenizer(folder)
     template = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
 
     def tokenizer(size: int, about: dict, **more) -> Tokenizer:
         known = {"general.architecture": "llama", "tokenizer.chat_template": template}
         known |= sentencepiece_metadata(folder / "tokenizer.model", **more)
-        return Tokenizer(write_gguf(tmp_path / "a.gguf", known | about, {}), size)
+        return open_tokenizer(write_gguf(tmp_path / "a.gguf", known | about, {}), size)
 
     ours = tokenizer(4096, {})
     for text in GGUF_TEXTS:
@@ -575,7 +658,7 @@ def test_gguf_byte_pairs(name, tmp_path):
         f"{IDS}bos_token_id": own.token_to_id("<|endoftext|>"),
         f"{IDS}eos_token_id": own.token_to_id("<|im_end|>"),
     }  # fmt: skip
-    ours = Tokenizer(write_gguf(tmp_path / "a.gguf", metadata, {}), size + 1)
+    ours = open_tokenizer(write_gguf(tmp_path / "a.gguf", metadata, {}), size + 1)
     letters = "".join(GGUF_TEXTS)
     for text in GGUF_TEXTS + ["".join(random.choices(letters, k=100)) for _ in range(30)]:
         ids = own.encode(text, add_special_tokens=False).ids
@@ -589,4 +672,4 @@ def test_gguf_byte_pairs(name, tmp_path):
         more = {} if said is None else {f"{IDS}add_bos_token": said}
         file = write_gguf(tmp_path / "b.gguf", metadata | more, {})
         adds = always if said is None else said
-        assert (Tokenizer(file).encode("ab")[0] == ours.bos) == adds
+        assert (open_tokenizer(file).encode("ab")[0] == ours.bos) == adds

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from loading.checkpoint import load
-from tests.helpers import FILES, PATIENCE, assert_refused, of_hub, program, set_hub
+from loading.checkpoint import load, open_checkpoint, open_tokenizer
+from tests.helpers import FILES, HASH, PATIENCE, assert_refused, of_hub, program, set_hub
 
 NEEDED = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.model"]
 
@@ -57,6 +57,38 @@ def test_hub_takes_what_a_folder_means_and_finishes_a_download(
     again = load("someone/tiny", dtype="fp32", device="cpu")
     assert torch.equal(whole.weights.layers[1].w2.data, again.weights.layers[1].w2.data)
     assert hub.fetched() == [last.name]
+
+
+@pytest.fixture
+def cached_by_another(hub, tmp_path):
+    """Weights and a tokenizer are in the cache, which does not know what else the repository has."""
+    cache = tmp_path / "cache" / "models--someone--tiny"
+    snapshot = cache / "snapshots" / HASH
+    snapshot.mkdir(parents=True)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(HASH)
+    for name in ("config.json", "model.safetensors", "tokenizer.model"):
+        (snapshot / name).write_bytes(hub.files[name])
+    hub.files["generation_config.json"] = b'{"temperature": 0.25}'
+    hub.files["chat_template.jinja"] = b"{{ messages[0].content }}"
+
+
+def test_hub_is_asked_once_for_what_another_program_has_not_cached(hub, cached_by_another, cli):
+    for fetched in (["chat_template.jinja", "generation_config.json"], []):
+        opened = open_checkpoint("someone/tiny")
+        assert (opened.sampling(), opened.notes) == ({"temp": 0.25}, [])
+        assert hub.fetched() == fetched
+    assert (
+        open_tokenizer(opened.folder).template_name == "the checkpoint's own (chat_template.jinja)"
+    )
+
+
+def test_offline_it_is_said_that_files_may_be_missing(
+    hub, cached_by_another, cli, monkeypatch, tmp_path
+):
+    set_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache", offline=True)
+    code, _, err = cli("-m", "someone/tiny", "-p", "Once", "-n", 2)
+    assert code == 0 and "repository has it: generation_config.json, tokenizer_config.json" in err
 
 
 GEMMA = {"config.json": b'{"model_type": "gemma2"}', "model.safetensors": b"x"}

@@ -9,10 +9,9 @@ import torch
 
 from formats import Matrix
 from fp8 import E4M3
-from loading import checkpoint, quantised, reading, sources
-from loading.checkpoint import load, read_config
+from loading import checkpoint, reading, tensors
+from loading.checkpoint import load, read_config, save
 from loading.names import model_tensors, tensor_in
-from loading.save import save
 from tests.helpers import (
     FAMILIES,
     FILES,
@@ -51,7 +50,7 @@ def test_tensors_are_read_piece_by_piece(copy, monkeypatch, family, layout):
     opened = SimpleNamespace(checkpoint=checkpoint.Checkpoint(copy))
     opened.config = opened.checkpoint.config
     whole = loaded(opened, form)
-    monkeypatch.setattr(quantised, "AT_ONCE", 900)
+    monkeypatch.setattr(tensors, "AT_ONCE", 900)
     monkeypatch.setattr(reading, "TOGETHER", 9000)
     pieces = loaded(opened, form)
     for t in model_tensors(opened.config):
@@ -87,10 +86,23 @@ def test_tied_embeddings_are_what_the_tensors_say(tmp_path, head, suffix):
 def test_weights_that_change_while_they_are_read(copy, layout, how):
     LAYOUTS.get(layout, lambda folder: None)(copy)
     opened = checkpoint.Checkpoint(copy)
-    file = sources.weight_files(copy).files[0]
+    file = opened.layout.files.weights.files[0]
     if how == "cut":
         os.truncate(file, 9999)
     else:
         os.replace(shutil.copy(file, copy / "new"), file)
     with pytest.raises(OSError, match=f"{file.name} was (replaced|cut short) while it was being"):
         load(opened, device="cpu")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen 3 moe"])
+def test_experts_in_one_tensor_equal_transformers(tmp_path, monkeypatch, family):
+    """As transformers 5 keeps them in memory; also a few rows at a time, and by ranks."""
+    theirs = hugging_face_model(**FAMILIES[family])
+    theirs.save_pretrained(tmp_path, save_original_format=False)
+    ours = assert_equals_transformers(tmp_path, theirs)
+    whole = loaded(ours, None)
+    monkeypatch.setattr(tensors, "AT_ONCE", 900)
+    for one, other in zip(loaded(ours, None).matrices, whole.matrices, strict=True):
+        assert torch.equal(one.dense(), other.dense())
+    assert_two_ranks_have(ours, whole.layers[1], None)

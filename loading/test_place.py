@@ -1,7 +1,9 @@
 """Tests of loading/place.py."""
 
 import re
+import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ from bits.int4 import INT4
 from fp8 import E4M3
 from loading import place
 from loading.names import formats_of
-from loading.place import check_memory
+from loading.place import check_memory, context_that_fits, memory_of
 from ranks.processes import Ranks
+from settings import Options
 from tests.helpers import read_config_like
 
 LLAMA_7B = read_config_like(
@@ -52,13 +55,15 @@ EIGHT_EXPERTS = dict(n_experts=8, experts_per_token=2)
 ])  # fmt: skip
 def test_memory_of_7b(monkeypatch, dtype, device, options, weights, cache, room):
     """In GB, worked out by hand: if these change, so must what users are told that they need."""
-    options = dict(ctx_size=4096, shape={}, ranks=Ranks()) | options
-    config, ranks = replace(LLAMA_7B, **options.pop("shape")), options["ranks"]
-    asked = config.cut(ranks.size), place.DTYPES[dtype], torch.device(device)
-    options["formats"] = formats_of(asked[0], options.pop("format", None))
+    given = dict(ctx_size=4096, shape={}, ranks=Ranks(), format=None, encoded_from=None) | options
+    ranks, device = given["ranks"], torch.device(device)
+    config = replace(LLAMA_7B, **given["shape"]).cut(ranks.size)
+    run = Options(kv_fp8=given.get("kv_fp8", False))
+    formats = formats_of(config, given["format"])
+    need = memory_of(config, place.DTYPES[dtype], device, formats, run, given["encoded_from"])
     monkeypatch.setattr("loading.place.free_memory", lambda device: 1e6)
     with pytest.raises(MemoryError) as error:
-        check_memory(*asked, **options)
+        check_memory(need, given["ctx_size"], device, ranks)
     said = re.findall(r"(?:weights|tokens|workspace|=|has) ([\d.]+) GB", str(error.value))
     total = float(said.pop(3))
     assert said == [f"{weights:.2f}", f"{cache:.2f}", f"{room:.2f}", "0.00"]
@@ -68,14 +73,31 @@ def test_memory_of_7b(monkeypatch, dtype, device, options, weights, cache, room)
 
 
 def test_memory_that_is_just_enough(monkeypatch):
-    asked = LLAMA_7B, torch.float16, torch.device("cpu"), 4096, {}
+    cpu = torch.device("cpu")
+    asked = memory_of(LLAMA_7B, torch.float16, cpu, {}, Options()), 4096, cpu
     need = 2 * 6_738_415_616 + 2 * 2 * 32 * 4096 * 4096 + 6 * 2 * 131_072_000
     for has, ranks in ((need, Ranks()), (4 * need, Ranks(1, 4, 1, 4))):  # which share a host's
         monkeypatch.setattr("loading.place.free_memory", lambda device, has=has: has)
-        assert check_memory(*asked, ranks=ranks) is None
+        assert check_memory(*asked, ranks) is None
         monkeypatch.setattr("loading.place.free_memory", lambda device, has=has: has - 1)
         with pytest.raises(MemoryError, match=f"= {need / 1e9:.2f} GB, but cpu.* has .* free: try"):
-            check_memory(*asked, ranks=ranks)
+            check_memory(*asked, ranks)
+
+
+def test_contexts_that_fit(monkeypatch):
+    """All slots have the same; a tenth of the memory stays free."""
+    gpu = torch.device("cuda")
+    for parallel in (1, 4):
+        need = memory_of(LLAMA_7B, torch.float16, gpu, {}, Options(parallel=parallel))
+        monkeypatch.setattr("loading.place.free_memory", lambda device: 24e9)
+        fits = context_that_fits(need, 1 << 20, gpu, Ranks())
+        # weights and workspace are 15.05 GB, and a token's keys and values 524,288 bytes
+        assert fits == (0.9 * 24e9 - need.at(0)) // (524_288 * parallel)
+        assert context_that_fits(need, 1000, gpu, Ranks()) == 1000
+        with pytest.raises(MemoryError, match=f"at most {int((24e9 - need.at(0)) / need.cache)}"):
+            check_memory(need, 32768, gpu, Ranks(), parallel)
+    monkeypatch.setattr("loading.place.free_memory", lambda device: 13e9)
+    assert context_that_fits(need, 1000, gpu, Ranks()) == 512, "an error then says what is missing"
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -107,3 +129,29 @@ def test_where_the_kernels_run(monkeypatch):
     monkeypatch.setattr(launch, "INTERPRETED", False)
     with pytest.raises(ValueError, match="set TRITON_INTERPRET=1"):
         place.pick_backend("triton", cpu)
+
+
+def test_a_gpu_that_torch_does_not_see(monkeypatch, tmp_path):
+    """Whoever asks for no device is told what to do, and gets the CPU."""
+    tool = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda p: str(p) != "/dev/nvidia0" and exists(p))
+    assert place.unused_gpu() == ""
+    tool.touch(0o755)
+    told = rf"although there is {tool}: torch \S+ is made for CUDA 13.0: CUDA 13 needs a driver"
+    with pytest.warns(UserWarning, match=f"{told}.* 580 or later.*; this runs on the CPU$"):
+        assert place.pick_device() == torch.device("cpu")
+    with pytest.raises(ValueError, match=f"cuda:0 was asked for, but torch sees no GPU, {told}"):
+        place.pick_device("cuda")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert place.unused_gpu().endswith("for CPUs alone: `make clean run` installs the one for GPUs")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with warnings.catch_warnings(action="error"):
+        assert place.pick_device() == torch.device("cpu")
+    with pytest.raises(ValueError, match="but torch sees 0 CUDA devices$"):
+        place.pick_device("cuda")

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -9,13 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from fp8 import E4M3
 from kernels import FORMATS
 from loading import place
-from loading.checkpoint import load, read_config
-from loading.save import save
+from loading.checkpoint import Checkpoint, load, read_config, save
 from loading.templates import TEMPLATES, find_template
 from session import Session
 from tests.helpers import (
@@ -24,9 +25,13 @@ from tests.helpers import (
     LAYOUTS,
     assert_refused,
     assert_two_ranks_have,
+    edit,
     fails,
     hugging_face_model,
     logits_of,
+    set_one,
+    spoil_config,
+    spoil_tensors,
 )
 
 # ---- helpers
@@ -56,6 +61,7 @@ def test_a_model_is_named(tmp_path):
 @pytest.mark.parametrize("shape, layout, form", [
     ("gqa", None, "e4m3"), ("mqa, tied", None, "e5m2"), ("gqa", "meta, 2 shards", "e4m3"),
     ("mixtral", None, "e4m3"), ("granite code", None, "e4m3"), ("qwen 3", None, "e5m2"),
+    ("granite 3", None, "e4m3"), ("phi 4", None, "e4m3"),
 ])  # fmt: skip
 def test_saved_model_is_the_model(cli, copy, shape, layout, form):
     """Also its chat template, which the name of the original's folder says."""
@@ -95,6 +101,15 @@ def test_saved_model_is_the_model(cli, copy, shape, layout, form):
         assert_refused(cli("-m", saved, "--fp8", wanted, *refused), why)
 
 
+def test_transformers_refuses_what_was_saved(tiny_saved, tmp_path):
+    """Otherwise it would make random weights for the names that it does not find."""
+    with pytest.raises(ValueError, match="model type `fused-llama` but Transformers does not rec"):
+        transformers.AutoModelForCausalLM.from_pretrained(tiny_saved)
+    earlier = shutil.copytree(tiny_saved, tmp_path / "earlier")
+    edit(earlier / "config.json", model_type="llama", original_model_type=None)
+    assert Checkpoint(earlier).config == Checkpoint(tiny_saved).config, "stays readable"
+
+
 @pytest.mark.parametrize("dtype", ["auto", "bf16", "fp16"])
 def test_what_is_saved_is_encoded_from_the_original(tiny, cli, tmp_path, dtype):
     """Codes are those of the weights in the file, in fp32; the dtype is that of all else."""
@@ -105,6 +120,16 @@ def test_what_is_saved_is_encoded_from_the_original(tiny, cli, tmp_path, dtype):
     assert torch.equal(tensors["layers.1.w2.scale"], scale.flatten())
     types = {tensors[f"{name}.weight"].dtype for name in ("norm", "tok_embeddings")}
     assert types == {place.DTYPES.get(dtype, torch.float32)}
+
+
+@pytest.mark.parametrize("form", ["e4m3", "e5m2"])
+def test_an_infinite_weight_is_not_saved(copy, cli, form):
+    """In fp16, where the largest number of fp32 would be infinite, too."""
+    spoil_tensors(lambda t: t.update({name: value.half() for name, value in t.items()}))(copy)
+    set_one(DOWN, torch.inf)(copy)
+    spoil_config(dtype="float16")(copy)
+    said = cli("-m", copy, "--save", copy / "saved", "--fp8", form)
+    assert_refused(said, f"{DOWN} in model.safetensors holds NaN or inf")
 
 
 def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_signals):
@@ -129,13 +154,13 @@ def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_sig
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     full = lambda _: SimpleNamespace(free=0)
     ends = [  # a step, what happens in it, what is said, the exit code
-        ("loading.place.free_memory", lambda _: 100_000, "try a smaller", 1),
-        ("loading.save.shutil.disk_usage", full, "has 0.00 GB free: save elsewhere", 1),
-        ("loading.checkpoint.Loader.load", fails(KeyboardInterrupt()), "", 130),
+        ("loading.place.free_memory", lambda _: 100_000, "GB free: try a", 1),
+        ("loading.checkpoint.shutil.disk_usage", full, "has 0.00 GB free: save elsewhere", 1),
+        ("loading.loader.Loader.load", fails(KeyboardInterrupt()), "", 130),
     ]
     for number in hears_signals:
         killed = lambda *_, number=number: signal.raise_signal(number)
-        ends.append(("loading.save.save_file", killed, "", 128 + number))
+        ends.append(("loading.saved.save_file", killed, "", 128 + number))
     for step, end, expected, code in ends:
         with monkeypatch.context() as patch:
             patch.setattr(step, end)

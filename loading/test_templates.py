@@ -4,9 +4,9 @@ import re
 
 import pytest
 
+from loading.checkpoint import open_tokenizer
 from loading.templates import TEMPLATES, find_template
 from tests.helpers import assert_refused, conversation
-from tokenizer import Tokenizer
 
 TEXTS = {  # what our templates write, after bos, of a talk with and one without an answer
     "llama2": "[INST] <<SYS>>\nS\n<</SYS>>\n\nU [/INST] A </s><s>[INST] V [/INST]",
@@ -23,7 +23,7 @@ TEXTS = {  # what our templates write, after bos, of a talk with and one without
 def test_template_texts(tiny, name):
     """What is no conversation is refused, as is a system prompt within one where only the first has
     a place."""
-    t = Tokenizer(tiny, chat_template=name)
+    t = open_tokenizer(tiny, chat_template=name)
     prompt = t.chat_prompt(conversation("U", "A", "V", system="S"))
     assert prompt.text == "<s>" + TEXTS[name]
     # control tokens, and between them what SentencePiece makes of the text
@@ -51,6 +51,9 @@ def test_find_template(tmp_path):
     assert find_template(folder, own)[0] == "own"
     assert find_template(folder, {"chat_template": several})[0] == "x"
     assert find_template(folder, {"chat_template": {"rag": "y", "default": "x"}})[0] == "x"
+    named = [{"name": "rag", "template": "y"}, {"name": "chat", "template": "x"}]
+    assert find_template(folder, {"chat_template": named})[0] == "y", "without a default the first"
+    assert find_template(folder, {"chat_template": {}})[0] == TEMPLATES["vicuna"]
     (folder / "chat_template.jinja").write_text("from the file")
     assert find_template(folder, own)[0] == "from the file"
     assert find_template(folder, own, "zephyr") == (TEMPLATES["zephyr"], "zephyr (given)")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention import StateView
+from attention import PassView
 from experts import Routes, slots_added
 from formats import Matrix
 from launch import (
@@ -31,7 +31,6 @@ from products import (
     is_fused,
     launch_product,
     launch_single,
-    rows_and_tokens,
 )
 from ranks.processes import Ranks, share
 
@@ -83,26 +82,24 @@ class Peers(NamedTuple):
 
 
 @jit
-def _prepare_entries(
-    args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
-):
-    """This sum's number, which does not change within a round, and each rank's inbox."""
+def _prepare_entries(args, rows, t, T, N, TOKENS: tl.constexpr, SIZES: tl.constexpr):
+    """The indices, this sum's number, which does not change within a round, and each rank's
+    inbox."""
     RANKS: tl.constexpr = SIZES.ranks
     inboxes = ()
     for rank in tl.static_range(RANKS):
         inboxes += (tl.load(args[0] + rank).to(tl.pointer_type(tl.int64)),)
-    return _number(args[1]), inboxes
+    return rows, t, _number(args[1]), inboxes
 
 
 @jit
 def _store_entries(
-    args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
+    args, y, ready, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
 ):
     """An epilogue: y written as entries [T, N] to every rank. args: the addresses of the inboxes,
     one per rank, and the number."""
     RANKS: tl.constexpr = SIZES.ranks
-    number, inboxes = ready
-    rows, t = rows_and_tokens(row, ROWS, TOKENS)
+    rows, t, number, inboxes = ready
     entries = number | (y.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
     for rank in tl.static_range(RANKS):
         tl.store(inboxes[rank] + t * N + rows, entries, mask=(rows < N) & (t < T))
@@ -242,7 +239,7 @@ class Exchange:
         """Whether linear_add takes this product: one or, without experts, a few tokens."""
         if routes is not None:
             return len(x) == 1
-        return is_fused(Product("linear_add", x, w))
+        return len(x) <= MAX_FEW and is_fused(Product("linear_add", x, w))
 
     def linear_add(
         self, x: Tensor, w: Matrix, residual: Tensor, routes: Routes | None = None
@@ -372,11 +369,11 @@ def cut_ops(
         dist.all_reduce(residual)
         return residual.clamp_(-65504.0, 65504.0) if fp16_sums else residual
 
-    def rmsnorm_linear(x: Tensor, norm: Tensor, w: Matrix, state: StateView, out: Tensor) -> Tensor:
+    def rmsnorm_linear(x: Tensor, norm: Tensor, w: Matrix, pass_: PassView, out: Tensor) -> Tensor:
         if exchange and len(x) == 1:
-            exchange.rmsnorm_linear(x, norm, w, state.norm_eps, out)
+            exchange.rmsnorm_linear(x, norm, w, pass_.norm_eps, out)
         else:
-            part = ops.rmsnorm_linear(x, norm, w, state, out.new_empty(len(x), w.rows))
+            part = ops.rmsnorm_linear(x, norm, w, pass_, out.new_empty(len(x), w.rows))
             parts = part.new_empty(ranks.size * len(part), w.rows)
             dist.all_gather_into_tensor(parts, part)
             for rank, columns in enumerate(parts.chunk(ranks.size)):

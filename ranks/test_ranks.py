@@ -21,13 +21,14 @@ import fp8
 import kernels
 import products
 from bits.int4 import INT4
+from engine import Engine
 from formats import Matrix
 from kernels import FORMATS
-from loading.checkpoint import load
+from loading.checkpoint import load, save
 from loading.names import formats_of
 from loading.place import check_groups
-from loading.save import save
-from model import Llama, State
+from model import Llama
+from passes import Passes
 from ranks import exchange as exchange_module
 from ranks.processes import Ranks, share
 from tests.helpers import (
@@ -55,6 +56,7 @@ from tests.helpers import (
     read_config_like,
     to_bin,
     to_meta,
+    together,
 )
 
 # ---- ranks
@@ -85,17 +87,20 @@ PARALLEL = {  # cases, with checkpoints made below: a folder, and options of loa
 ONLY_BY_TWO = {"fused", "biases, fused", "a format of one's own", "saved, in a format of one's own"}
 
 
-def parallel_result(folder: Path, case: str, **changed) -> tuple[torch.Tensor, list[int]]:
-    """Logits of a prompt and of single tokens after it, and greedy tokens, in this process or as
-    one of several, which pad prompts if the case is called so."""
+def parallel_result(folder: Path, case: str, **changed) -> tuple[torch.Tensor, list[list[int]]]:
+    """Logits of a prompt and of single tokens after it, and greedy texts, one alone and three beside
+    each other, in this process or as one of several, which pad prompts if the case is called so."""
     name, options = PARALLEL[case]
     ids = torch.arange(5, 17) * 7
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(FORMATS, "own", OWN)
         if case == "in graphs" and "ranks" in changed:
-            decode_in_graphs(patch, prompts=True)
+            decode_in_graphs(patch)
         model = load(folder / name, dtype="fp32", device="cpu", **options | changed)
-        tokens = greedy(model, ids.tolist(), 2 if "backend" in options else 8)
+        tokens = [greedy(model, ids.tolist(), 2 if "backend" in options else 8)]
+        if "backend" not in options:
+            prompts = [ids[:count].tolist() for count in (3, 12, 5)]
+            tokens += together(Engine(model, 2), prompts, 6)
         return logits_of(model, ids, 10, 1, 1), tokens
 
 
@@ -291,13 +296,14 @@ def check_gpus(folder: Path) -> None:
 
 def check_prompts_in_graphs(model: Llama) -> None:
     """Captured and replayed, in turn with steps that are not."""
-    state, plain = State(model, 300), State(model, 300)
+    passes, plain, start = Passes(model, size=300), Passes(model, size=300), 0
     for T in (40, 9, 33, 1, 16, 40, 90, 66, 1):  # the last but one at the end of the context
-        ids = torch.arange(T, device=model.device) * 7 % 290 + 5
-        model.prefill(ids.tolist(), state)
-        assert nmse(state.logits, model.forward(ids, plain)[-1]) < 1e-3, T
-        theirs = model.ranks.broadcast(lambda: state.logits.cpu())
-        assert torch.equal(state.logits.cpu(), theirs), "ranks differ"
+        ids = (torch.arange(T) * 7 % 290 + 5).tolist()
+        logits = passes.prefill(ids, start).cpu()
+        assert nmse(logits, plain.forward(ids, start)[-1].cpu()) < 1e-3, T
+        theirs = model.ranks.broadcast(lambda logits=logits: logits)
+        assert torch.equal(logits, theirs), "ranks differ"
+        start += T
 
 
 # of an exchange under stress: the sums of a round, and how many numbers each has

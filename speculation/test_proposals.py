@@ -14,19 +14,23 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from engine import Engine, Sequence, Timings, generate
 from formats import Matrix
-from loading import checkpoint
+from loading import place
 from loading.checkpoint import read_config
-from model import Llama, State, generate
+from model import Llama
+from passes import Passes, Wish
 from sampling import Sampling
 from session import Session
-from speculation.proposals import Draft, Lookup, Pacer, Speculation
+from speculation.proposals import Draft, Lookup, Pacer
 from talk import cli as cli_module
 from tests.helpers import (
     FAMILIES,
     MOST_PROBABLE,
     ON_GPU,
     SEED,
+    Planted,
+    Written,
     always,
     assert_refused,
     chat,
@@ -34,24 +38,16 @@ from tests.helpers import (
     edit,
     exact_model,
     examples,
-    fails,
     hugging_face_model,
     other_model,
+    together,
 )
 
 
-class Planted(Speculation):
-    """Proposes the text that will follow, with errors here and there."""
-
-    def __init__(self, n: int):
-        super().__init__(n)
-        self.text: list[int] = []
-
-    def propose(self, ids):
-        coming = self.text[len(ids) : len(ids) + self.n]
-        planted = [random.choice([token] * 4 + [7]) for token in coming]
-        planted += [7] * (self.n - len(planted))
-        return random.choice([planted, []])
+def engine_with(model, proposer, parallel: int = 1) -> Engine:
+    engine = Engine(model, parallel)
+    engine.proposer = proposer
+    return engine
 
 
 SETTINGS = {
@@ -59,14 +55,22 @@ SETTINGS = {
     "hot, without filters": dict(sampling=Sampling(temp=2, top_k=0, top_p=1, min_p=0, seed=5)),
     "penalty": dict(sampling=Sampling(repeat_penalty=1.5, repeat_last_n=6, seed=0)),
     "penalty on all": dict(sampling=Sampling(temp=0, repeat_penalty=1.1, repeat_last_n=-1)),
+    "penalty on the text": dict(sampling=Sampling(temp=0, presence_penalty=1, frequency_penalty=1)),
     "eos": dict(sampling=MOST_PROBABLE, eos=range(3, 40)),
     "eos ignored": dict(sampling=MOST_PROBABLE, eos=range(3, 200), ignore_eos=True),
 }
+
+
+def drafted(n: int, model, vocab_size: int = 0) -> Draft:
+    """By a model; vocab_size: of the one that it is a draft for, if another."""
+    return Draft(n, Passes(model), vocab_size or model.config.vocab_size)
+
+
 WAYS = {
     "lookup": lambda model, other: Lookup(3),
     "lookup of one": lambda model, other: Lookup(1),
-    "draft of itself": lambda model, other: Draft(3, copy_module.copy(model)),
-    "another draft": lambda model, other: Draft(4, other),
+    "draft of itself": lambda model, other: drafted(3, copy_module.copy(model)),
+    "another draft": lambda model, other: drafted(4, other),
     "planted": lambda model, other: Planted(5),
     "many planted": lambda model, other: Planted(15),
 }
@@ -88,53 +92,64 @@ CALL = st.tuples(
     calls=[([5] * length, 80, "greedy", None) for length in range(1, 9)],  # to a full context
 )  # fmt: skip
 def test_proposals_and_interrupted_speculation_do_not_change_the_text(exact, way, in_graphs, calls):
-    """Several texts on one state with one way to propose: each is what a state of its own gives
-    without proposals, and whoever stops early leaves the state with exactly what came before."""
+    """Several texts on one engine with one way to propose: each is what an engine of its own gives
+    without proposals, and whoever stops early leaves the cache with exactly what came before."""
     torch.manual_seed(0)
-    state, toss = State(exact), random.Random(0)
-    speculation = WAYS[way](exact, other_model(exact))
-    speculation.pacer.ready = lambda: toss.random() < 0.7
+    toss = random.Random(0)
+    proposer = WAYS[way](exact, other_model(exact))
+    proposer.pacer.ready = lambda: toss.random() < 0.7
+    engine = engine_with(exact, proposer)
+    (slot,) = engine.slots
     with pytest.MonkeyPatch.context() as patch:
         if in_graphs and not ON_GPU:
             decode_in_graphs(patch)
         for prompt, n, settings, taken in calls:
-            options, alone = dict(n=n) | SETTINGS[settings], State(exact)
+            options = dict(n=n) | SETTINGS[settings]
             with pytest.MonkeyPatch.context() as plainly:
                 plainly.setattr(Llama, "uses_graphs", ON_GPU)
-                expected = list(generate(exact, prompt, alone, **options))
-            if isinstance(speculation, Planted):
-                speculation.text = prompt + expected
-            passes, accepted = speculation.passes, speculation.accepted
-            tokens = generate(exact, prompt, state, **options, decode=speculation.decode)
+                expected = list(generate(exact, prompt, **options))
+            if isinstance(proposer, Planted):
+                proposer.texts = [prompt + expected + [7] * 15]
+            passes, accepted = proposer.passes, proposer.accepted
+            tokens = generate(exact, prompt, engine, **options)
             with contextlib.closing(tokens):
                 got = list(itertools.islice(tokens, taken))
             assert got == expected[:taken]
-            if got == expected and taken != 0:
-                assert state.pos in (alone.pos, alone.pos - 1)
-            elif got:
-                assert state.pos == len(prompt) + taken - 1
-            assert state.pos == state.device_pos
-            new = speculation.passes - passes + speculation.accepted - accepted
-            assert new <= max(len(expected) - 1, 0) + speculation.n  # an eos ends a pass early
+            text = prompt + expected
+            assert slot.tokens == text[: len(slot.tokens)], (
+                "a proposal that was not sampled is kept"
+            )
+            if got:
+                assert len(slot.tokens) >= len(prompt) + len(got) - 1
+            new = proposer.passes - passes + proposer.accepted - accepted
+            assert new <= max(len(expected) - 1, 0) + proposer.n  # an eos ends a pass early
+            engine.step()  # reads what was launched ahead
     if way == "draft of itself":
         kept = "the draft keeps what was not sampled, or has lost what was"
-        assert speculation.accepted == speculation.proposed, kept
+        assert proposer.accepted == proposer.proposed, kept
 
 
 def test_draft_of_the_same_model(tiny, monkeypatch):
     """Also after Ctrl-C while it reads a prompt: what it has kept of the text before is no part of
     the new one."""
     model = exact_model(tiny, ctx_size=128)
-    draft, state = always(Draft(4, copy_module.copy(model))), State(model)
-    write = lambda prompt: list(generate(model, prompt, state, 61, eos=[], decode=draft.decode))
+    draft = always(drafted(4, copy_module.copy(model)))
+    engine = engine_with(model, draft)
+    write = lambda prompt: list(generate(model, prompt, engine, 61, eos=[]))
     first, second = (random.choices(range(3, 300), k=50) for _ in range(2))
     assert len(write(first)) == 61  # one, and 12 times the four of the draft and another
     said = "proposals 12 passes, 5.00 tokens a pass; 100% of 48 proposals accepted"
     assert draft.summary() == said
+    forward = draft.own_passes.model.forward
+
+    def reads_and_is_interrupted(*arguments):
+        forward(*arguments)
+        raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
-        patch.setattr(draft.model, "step", fails(KeyboardInterrupt()))
+        patch.setattr(draft.own_passes.model, "forward", reads_and_is_interrupted)
         write(second)
-    write(second)
+    write(first)
     assert draft.accepted == draft.proposed and draft.passes == 24
 
 
@@ -145,15 +160,30 @@ STEP = st.tuples(st.integers(0, 4), st.lists(st.integers(3, 9), max_size=9))
 def test_a_draft_keeps_no_token_that_was_not_sampled(exact, steps):
     """steps: how many of its proposals are sampled, and what follows without proposals. It then
     proposes what a new draft of the same text does."""
-    ids, state = [1, 5, 9, 3], State(exact)
-    draft = Draft(4, copy_module.copy(exact))
-    draft.begin(exact, state, ids)
+    ids = [1, 5, 9, 3]
+    text = SimpleNamespace(ids=ids, slot=SimpleNamespace(first=0), wish=Wish(Sampling()))
+    draft = drafted(4, copy_module.copy(exact))
     for accepted, others in steps:
-        new = Draft(4, draft.model)
-        new.begin(exact, state, ids[:-1])
-        proposals = draft.propose(ids)
-        assert proposals == new.propose(ids)
+        proposals = draft.propose(text, 4)
+        assert proposals == drafted(4, copy_module.copy(exact)).propose(text, 4)
+        seen = [*ids]
         ids += [*proposals[:accepted], (proposals[-1] + 1) % 300, *others]
+    text.ids = seen[:-1]  # all of which it has evaluated
+    assert draft.propose(text, 4) == drafted(4, copy_module.copy(exact)).propose(text, 4)
+
+
+@pytest.mark.parametrize("in_graphs", [False, True])
+def test_a_draft_of_several_texts(exact, monkeypatch, in_graphs):
+    """Each has a run of its own in the draft's cache, of which nothing is written beyond the end, and
+    proposes as many tokens as a pass has room for. The texts fill their contexts."""
+    texts = [[1, 5, 9 + i] for i in range(3)]
+    draft = always(Draft(15, Passes(copy_module.copy(exact), 3), exact.config.vocab_size))
+    expected = together(Engine(exact, 3), texts, -1)
+    if in_graphs and not ON_GPU:
+        decode_in_graphs(monkeypatch)
+    assert all(len(text) == 61 for text in expected)
+    assert together(engine_with(exact, draft, 3), texts, -1) == expected
+    assert draft.proposed and draft.accepted == draft.proposed, "they are in each other's way"
 
 
 @pytest.mark.parametrize("counts, said", [
@@ -167,31 +197,47 @@ def test_proposals_are_counted(exact, counts, said):
     way.passes, way.proposed, way.accepted, way.held_off = counts
     assert way.summary() == f"proposals {said}"
     way.pacer = SimpleNamespace(ready=lambda: False, single=1.0, record=lambda *_: None)
-    list(generate(exact, [1, 5, 6], n=12, eos=[], decode=way.decode))
+    list(generate(exact, [1, 5, 6], engine_with(exact, way), n=12, eos=[]))
     assert (way.passes - counts[0], way.held_off - counts[3]) == (11, 11)
 
 
-def test_draft_of_a_smaller_vocabulary(exact):
-    """A prompt may have ids that only the model has; the draft reads them as its first. A text has
-    none, even one in which every id is as probable as the next."""
-    small, V = copy_module.copy(exact), exact.config.vocab_size
-    small.config = replace(exact.config, vocab_size=V - 99)
-    embedding = exact.weights.embedding[: V - 99]
-    small.weights = replace(exact.weights, embedding=embedding, output=Matrix(embedding))
+def with_vocabulary(model, size: int):
+    """The model with fewer ids, or more, which have random logits."""
+    other = copy_module.copy(model)
+    rows = torch.randint(model.config.vocab_size, (size,))
+    rows[: model.config.vocab_size] = torch.arange(size)[: model.config.vocab_size]
+    embedding = model.weights.embedding[rows.to(model.device)]
+    other.config = replace(model.config, vocab_size=size)
+    other.weights = replace(model.weights, embedding=embedding, output=Matrix(embedding))
+    return other
+
+
+@pytest.mark.parametrize("more", [-99, 50])
+def test_draft_of_another_vocabulary(exact, more):
+    """A prompt may have ids that only the model has; the draft reads them as its first. What the
+    other lacks is not proposed, not even where every id is as probable as the next, and the text is
+    what it is without a draft."""
+    V = exact.config.vocab_size
     flat = Sampling(temp=1e9, top_k=0, top_p=1, min_p=0, seed=SEED)
     for end in (V - 1, 7):
         prompt = [1, V - 99, 9, end]
-        draft = always(Draft(3, small))
-        found = list(generate(exact, prompt, None, 50, flat, eos=[], decode=draft.decode))
-        assert len(found) == 50 and max(found) < V - 99 and draft.passes
-        seen = draft.state.tokens.tolist()
-        assert seen[:4] == [1, 0, 9, end if end == 7 else 0] and seen[4] == found[0]
+        draft, proposals = always(drafted(3, with_vocabulary(exact, V + more), V)), []
+        propose = draft.propose
+        draft.propose = lambda text, n, p=propose, all=proposals: all.extend(p(text, n)) or all[-n:]
+        options = dict(n=50, sampling=flat, eos=[])
+        found = list(generate(exact, prompt, engine_with(exact, draft), **options))
+        assert found == list(generate(exact, prompt, **options))
+        assert len(proposals) > 30 and max(proposals) < min(V, V + more)
+        seen = draft.own_passes.cache.tokens.tolist()
+        only_the_model_has = more < 0
+        assert seen[:3] == [1, 0 if only_the_model_has else V - 99, 9]
+        assert seen[3] == (0 if only_the_model_has and end != 7 else end)
 
 
 def test_memory_of_a_draft_is_that_of_the_models_context(tiny, copy, monkeypatch):
     sizes = []
     edit(copy / "config.json", max_position_embeddings=128)
-    monkeypatch.setattr(checkpoint, "check_memory", lambda *args: sizes.append(args[3]))
+    monkeypatch.setattr(place, "check_memory", lambda *args: sizes.append(args[1]))
     Session(tiny, draft=copy, device="cpu")
     assert sizes == [256, 256]
 
@@ -207,17 +253,23 @@ def test_memory_of_a_draft_is_that_of_the_models_context(tiny, copy, monkeypatch
 ])  # fmt: skip
 def test_lookup_proposals(seen, proposals):
     for n in (1, 3, 4):
-        assert Lookup(n).propose(seen) == proposals[:n]
+        text = Sequence(seen, None)
+        assert Lookup(15).propose(text, n) == proposals[:n]
 
 
 @examples(200, seen=st.lists(st.integers(5, 9), min_size=20, max_size=40), n=st.integers(1, 15))
 def test_lookup_of_a_text_that_grows(seen, n):
-    """It proposes what it does for the whole text at once; of the text before, nothing is left."""
-    growing = Lookup(n)
-    growing.begin(None, None, [9, 8, 7, 6, 5])
-    growing.begin(None, None, seen[:10])
-    for size in range(11, len(seen) + 1):
-        assert growing.propose(seen[:size]) == Lookup(n).propose(seen[:size])
+    """It proposes what it does for the whole text at once, whatever other texts there are; of those
+    that have ended nothing is left."""
+    growing, whole = Lookup(n), Lookup(n)
+    other, text = Sequence([9, 8, 7, 6, 5], None), Sequence(seen[:10], None)
+    growing.propose(other, n)
+    for token in seen[10:]:
+        text.ids.append(token)
+        assert growing.propose(text, n) == whole.propose(Sequence(text.ids, None), n)
+    assert len(growing.indices) == 2
+    del other
+    assert len(growing.indices) == 1
 
 
 # proposed, accepted, seconds, whether the GPU waited; then: seconds of a single token, of several,
@@ -262,70 +314,65 @@ def test_looking_for_proposals_costs_3_percent(cost, found):
         assert all(spend(4) > 1 for _ in range(20))
 
 
-def test_capturing_is_no_part_of_a_pass(tiny, monkeypatch):
-    """By a clock that moves 9 seconds when a graph is captured and 1 when it is replayed. A GPU has a
-    clock of its own."""
-    decode_in_graphs(monkeypatch)
-    exact = exact_model(tiny, 64)
-    now, charged = [0.0], []
-
-    def work(seconds: float, run) -> None:
-        run()
-        now[0] += seconds
-
-    def captured_slowly(run, device, reset):
-        now[0] += 9
-        return SimpleNamespace(replay=partial(work, 1.0, run))
-
-    monkeypatch.setattr("speculation.proposals.captured", captured_slowly)
-    monkeypatch.setattr("speculation.proposals.time.perf_counter", lambda: now[0])
-    lookup, state = Lookup(3), State(exact)
+def test_a_pass_costs_what_the_device_says(exact, monkeypatch):
+    """On a GPU, what the host does meanwhile is no part of a pass, such as capturing a graph."""
+    if not ON_GPU:
+        decode_in_graphs(monkeypatch, ms=itertools.repeat(1000.0))
+    monkeypatch.setattr("passes.Moment.since", lambda self, start: 1.0)
+    lookup, charged = Lookup(3), []
     record = lookup.pacer.record
     lookup.pacer.record = lambda *args: charged.append(args[2]) or record(*args)
-    list(generate(exact, [5, 6, 5, 6, 7], state, 9, MOST_PROBABLE, eos=[], decode=lookup.decode))
-    assert charged == [pytest.approx(1.0)] * lookup.passes, "the pacer takes a graph for a pass"
-    assert state.busy == pytest.approx(lookup.passes)
+    timings = Timings()
+    options = dict(sampling=MOST_PROBABLE, eos=[], timings=timings)
+    list(generate(exact, [5, 6, 5, 6, 7], engine_with(exact, lookup), 9, **options))
+    assert charged == [1.0] * lookup.passes, "the pacer takes a graph for a pass"
+    assert timings.step_seconds == pytest.approx(lookup.passes)
 
 
 @pytest.mark.parametrize("in_graphs", [False, True])
 @pytest.mark.parametrize("proposing", [False, True])
 def test_speculation_where_logits_are_not_finite(tiny, monkeypatch, in_graphs, proposing):
-    model, prompt, options = exact_model(tiny, 64), [1, 5, 6], dict(n=20, eos=[])
-    options["sampling"] = Sampling(seed=SEED)
-    text = list(generate(model, prompt, **options))
+    """From a position on, of one of two texts; the other one goes on."""
+    model, prompts = exact_model(tiny, 64), ([1, 5, 6], [1, 7, 6])
+    options = dict(n=20, sampling=Sampling(seed=SEED))
+    texts = [list(generate(model, prompt, eos=[], **options)) for prompt in prompts]
     sample = model.ops.sample
 
-    def spoiled(logits, tokens, drawn, pos, sampler) -> None:
-        logits[max(14 - (int(pos) - len(logits) + 1), 0) :] = torch.nan
-        sample(logits, tokens, drawn, pos, sampler)
+    def spoiled(logits, pass_) -> None:
+        for row, (at, position) in enumerate(zip(pass_.place.tolist(), pass_.position.tolist())):
+            if at < engine.cache.run and position >= 13:
+                logits[row] = torch.nan
+        sample(logits, pass_)
 
     model.ops = SimpleNamespace(**vars(model.ops) | dict(sample=spoiled))
     if in_graphs:
         decode_in_graphs(monkeypatch)
-    planted, got = Planted(4), []
-    planted.text = prompt + text
+    planted = Planted(4)
+    planted.texts = [prompt + text + [7] * 9 for prompt, text in zip(prompts, texts)]
     planted.pacer.ready = lambda: proposing
+    engine = engine_with(model, planted, 2)
+    spoilt, sound = (Written(engine, prompt, **options) for prompt in prompts)
     with pytest.raises(RuntimeError, match="not finite"):
-        got.extend(generate(model, prompt, **options, decode=planted.decode))
-    assert got == text[:11]
+        list(spoilt)
+    assert spoilt.tokens == texts[0][:11] and [*sound] == texts[1]
 
 
 def test_single_tokens_run_ahead(exact, monkeypatch):
     """Without proposals, two passes are on their way, also while the host looks for some; with
     them, one: tokens are needed first."""
     decode_in_graphs(monkeypatch)
-    ahead = [2, 3, 4, 5, 5, 5]
+    ahead = [1, 2, 3, 4, 5, 5]
     never = [299] * 3  # no token of the text
-    cases = ((False, never, ahead), (True, [], ahead), (True, never, [1, 2, 3, 4, 5, 5]))
+    cases = ((False, never, ahead), (True, [], ahead), (True, never, [1, 1, 2, 3, 4, 5]))
     for proposing, found, launched in cases:
         lookup, counts = Lookup(3), []
-        one_pass = lookup._pass
-        lookup._pass = lambda *args, f=one_pass, c=counts: c.append(1) or f(*args)
-        lookup.propose = lambda ids, found=found: found
+        lookup.propose = lambda text, n, found=found: found[:n]
         lookup.pacer.ready = lambda p=proposing: p
+        engine = engine_with(exact, lookup)
+        step = engine.passes.step
+        engine.passes.step = lambda pass_, step=step, c=counts: c.append(1) or step(pass_)
         settings = dict(n=6, eos=[], sampling=Sampling(seed=SEED))
-        text = generate(exact, [1, 5, 6], **settings, decode=lookup.decode)
-        assert [len(counts) for _ in text] == launched
+        assert [len(counts) for _ in generate(exact, [1, 5, 6], engine, **settings)] == launched
 
 
 def test_speculation_from_the_command_line(cli, tiny, copy):

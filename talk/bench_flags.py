@@ -4,11 +4,13 @@ torch."""
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
 from loading.hub import DEFAULT_MODEL
-from talk.cli import DTYPE_NAMES, FORMAT_NAMES, Parser, add_device_flags, within
+from settings import DTYPE_NAMES, FORMAT_NAMES, OPTIONS
+from talk.cli import Parser, add_device_flags, add_option, within
 
 
 class Test(NamedTuple):
@@ -17,11 +19,15 @@ class Test(NamedTuple):
     kind: str  # "pp", a prompt, or "tg", generation
     n: int  # tokens
     depth: int  # tokens already in the cache
+    texts: int = 1  # at once
 
     def __str__(self) -> str:
+        name = f"{self.kind}{self.n}"
+        if self.texts > 1:
+            name += f" x{self.texts}"
         if self.depth:
-            return f"{self.kind}{self.n} @ d{self.depth}"
-        return f"{self.kind}{self.n}"
+            name += f" @ d{self.depth}"
+        return name
 
 
 def several(kind: Callable[[str], object]) -> Callable[[str], list]:
@@ -48,14 +54,14 @@ def add_model_flags(parser: Parser) -> None:
         help="a checkpoint [models/tales]; or random weights, of random:SHAPE, such as random:7b,"
         " random:SHAPE:LAYERS or random:CONFIG.JSON (random: alone lists the shapes); may be"
         " repeated, as may --dtype, --format, -p, -n and -d, which also take lists with commas")
-    add("-c", "--ctx-size", type=within(int, 1, 1 << 24), metavar="N",
+    add_option(add, "ctx_size", type=within(int, 1, 1 << 24),
         help="context size; with --perplexity [512]")
     add("--dtype", type=several(one_of("auto", *DTYPE_NAMES)), action="extend", default=["auto"],
         metavar="TYPE", help=f"auto, {', '.join(DTYPE_NAMES)}")
     add("--format", type=several(one_of("none", *FORMAT_NAMES)), action="extend", default=["none"],
         metavar="FORMAT", help=f"of the matrices: none, {', '.join(FORMAT_NAMES)}")
-    add("--kv-fp8", action="store_true", help="8-bit keys and values")
     # fmt: on
+    add_option(add, "kv_fp8", help="8-bit keys and values")
     add_device_flags(parser)
 
 
@@ -72,6 +78,9 @@ def add_test_flags(parser: Parser, modes: str = "") -> None:
     add_counts(add, "-p", "--n-prompt", default=512, help=help)
     add_counts(add, "-n", "--n-gen", default=128, help="tokens to generate; 0: none [128]")
     add_counts(add, "-d", "--depth", default=0, help="tokens already in the cache [0]")
+    texts = several(within(int, 1, int(OPTIONS["parallel"].high)))
+    add("-np", "--parallel", dest="texts", type=texts, default=[1], metavar="N",
+        help="texts generated at once; their tokens per second are added up [1]")  # fmt: skip
     runs = within(int, 1, 1000)
     help = "timed runs, after one warm-up"
     add("-r", "--repetitions", type=runs, default=5, metavar="N", help=help)
@@ -98,11 +107,12 @@ def find_models(parser: Parser, args: argparse.Namespace) -> None:
 
 
 def tests_of(parser: Parser, args: argparse.Namespace) -> list[Test]:
-    """Prompts, then generation, at each depth."""
+    """Prompts, then generation, at each depth and with each number of texts."""
     tests = []
-    for kind, counts in (("pp", args.n_prompt), ("tg", args.n_gen)):
-        for depth in args.depth:
-            tests += [Test(kind, n, depth) for n in counts if n]
+    for depth in args.depth:
+        tests += [Test("pp", n, depth) for n in args.n_prompt if n]
+    for depth, texts in itertools.product(args.depth, args.texts):
+        tests += [Test("tg", n, depth, texts) for n in args.n_gen if n]
     if not tests:
         parser.error("-p 0 leaves nothing to measure")
     return tests

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import sys
 import unicodedata
 from collections.abc import Callable
@@ -16,7 +17,17 @@ from tqdm import tqdm
 
 from session import Conversation, Generation, Session, replace_settings
 from settings import SETTINGS
-from talk.cli import HARMLESS, ending_cleanly, error_line, note, read_input, screen_width, show
+from talk.cli import (
+    HARMLESS,
+    ending_cleanly,
+    error_line,
+    note,
+    read_input,
+    screen_width,
+    show,
+    speed,
+)
+from talk.tools import Part, Router
 
 try:
     import readline
@@ -26,6 +37,7 @@ except ImportError:  # some builds of Python lack it: lines are then read withou
 HISTORY = 1000  # messages that the arrow keys reach
 # Typed text is bold green; \001 and \002 enclose what takes up no columns
 YOURS = "\001\033[1;32m\002"
+DIM = "\033[2m"
 PLAIN = "\033[0m"
 
 
@@ -39,6 +51,13 @@ def columns(text: str) -> int:
     return len(shown) + len(wide)
 
 
+def has_colours() -> bool:
+    """Whether stdout is a terminal that obeys control sequences, and may be sent them."""
+    # A dumb terminal shows control sequences instead of obeying them
+    dumb = os.environ.get("TERM", "dumb") in ("", "dumb")
+    return sys.stdout.isatty() and not dumb and not os.environ.get("NO_COLOR")  # no-color.org
+
+
 class Printer:
     """Writes a text to stdout as it arrives. On a terminal, control characters are replaced, and
     each word is held back until it ends and moves to the next line if it does not fit."""
@@ -49,6 +68,19 @@ class Printer:
         self.at_terminal = sys.stdout.isatty()
         self._column = 0
         self._word = ""
+        self._dim = False
+
+    def write_parts(self, parts: list[Part]) -> None:
+        """Write parts of an answer, dimmed what is thought."""
+        for part in parts:
+            dim = part.kind == "thought"
+            if dim and not self._dim:
+                show(DIM)
+            if self._dim and not dim:
+                self.write("\n\n")
+                show(PLAIN)
+            self._dim = dim
+            self.write(part.text)
 
     def write(self, text: str) -> None:
         text = self.first + text
@@ -61,7 +93,8 @@ class Printer:
         """End the line, after what is held back or, if the text is cut, without it."""
         if cut:
             self._word = ""
-        show(self._release() + "\n")
+        show(self._release() + "\n" + PLAIN * self._dim)
+        self._dim = False
         self._column = 0
 
     def _wrapped(self, char: str) -> str:
@@ -125,16 +158,23 @@ class Output:
         printer = Printer(first)
         hidden = self.quiet or None  # None: if stderr is no terminal
         self._bar = tqdm(desc="prompt", unit=" tokens", delay=2, leave=False, disable=hidden)
+        router = Router(thinks=generation.thinks) if has_colours() else None
         with self._bar, suppress(KeyboardInterrupt), closing(generation):
             for piece in generation:
-                if not self.jsonl:
+                if self.jsonl:
+                    continue
+                if router:
+                    printer.write_parts(router.push(piece.text))
+                else:
                     printer.write(piece.text)
+        if router and not self.jsonl:
+            printer.write_parts(router.finish())
         if self.jsonl:
             show(json.dumps({"prompt": prompt} | record(generation)) + "\n")
         else:
             printer.end(cut=generation.ended_by == "interrupt")
         if generation.ended_by == "context":
-            size = self.session.state.size
+            size = self.session.ctx_size
             self.note(f"note: the context of {size} tokens is full (see -c)")
 
 
@@ -155,19 +195,10 @@ def record(generation: Generation) -> dict:
         "prompt_seconds": prompt_seconds,
         "generation_seconds": timings.step_seconds,
         "tokens_per_s": tokens_per_s,
+        "passes": timings.passes,
+        "proposed_tokens": timings.proposed,
+        "accepted_tokens": timings.accepted,
     }
-
-
-def speed(generation: Generation) -> str:
-    """How fast a text was, in a line."""
-    timings = generation.timings
-    text = f"{timings.new_tokens} tokens"
-    if timings.steps:
-        text += f", {timings.steps / timings.step_seconds:.1f} tokens/s"
-    if timings.new_tokens:
-        prompt = f"{timings.prompt_tokens} of {generation.prompt_tokens} tokens evaluated"
-        text += f"; prompt: {prompt} in {timings.prompt_seconds:.2f} s"
-    return text
 
 
 # ---- what a user types
@@ -217,9 +248,8 @@ class Reader:
                 show(self.plain)
 
     def _set_up_editing(self) -> None:
-        # A dumb terminal shows control sequences instead of obeying them
         dumb = os.environ.get("TERM", "dumb") in ("", "dumb")
-        if not dumb and not os.environ.get("NO_COLOR"):  # https://no-color.org
+        if has_colours():
             self.colour = YOURS
             self.plain = PLAIN
         # Bracketed paste is off by default in CPython
@@ -232,7 +262,8 @@ class Reader:
         with suppress(OSError, ValueError):
             self.history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             for line in self.history.read_text().splitlines()[-HISTORY:]:
-                with suppress(ValueError):  # half a line, where the disk was full
+                # what is not a string of JSON, such as half a line, where the disk was full
+                with suppress(ValueError, TypeError, RecursionError):
                     readline.add_history(json.loads(line))
 
     def _remember(self, message: str) -> None:
@@ -299,16 +330,15 @@ class Chat:
         argument = message[len(name) :].strip()
         name = name.lower()
         name = ALIASES.get(name, name)
-        similar = []
-        if name.startswith("/"):  # what is far from all commands, such as a path, is a message
-            similar = difflib.get_close_matches(name, COMMANDS, 1, 0.8)
         try:
             if command := COMMANDS.get(name):
                 if command.argument == "FILE" and not argument:
                     raise ValueError(f"{name} needs the name of a file")
                 command.run(self, argument)
-            elif similar:
-                raise ValueError(f"no command {name}: did you mean {similar[0]}? /help lists them")
+            elif self.looks_like_a_command(name):
+                similar = difflib.get_close_matches(name, COMMANDS, 1)
+                meant = f"did you mean {similar[0]}? " if similar else ""
+                raise ValueError(f"no command {name}: {meant}/help lists them")
             elif self.answer(self.to_read + message):
                 self.to_read = ""
         except BrokenPipeError:
@@ -318,6 +348,11 @@ class Chat:
             note(f"error: {error_line(error)}")
             if self.output.jsonl:
                 show(json.dumps({"prompt": message, "error": error_line(error)}) + "\n")
+
+    def looks_like_a_command(self, name: str) -> bool:
+        """Whether a message's first word is no path and no comment."""
+        is_path = lambda: os.path.exists(name)
+        return bool(re.fullmatch("/[a-z]+", name)) and not self.ranks.broadcast(is_path)
 
     def answer(self, message: str) -> bool:
         """Show the answer to a message. Returns whether there is one."""
@@ -369,6 +404,7 @@ class Chat:
         words = argument.split()
         if words:
             name = words[0].replace("-", "_")
+            name = SETTING_NAMES.get(name, name)
             if name not in SETTINGS or len(words) != 2:
                 raise ValueError(f"/set needs one of {', '.join(SETTINGS)}, and a number")
             try:
@@ -411,7 +447,7 @@ class Chat:
     def _show(self, message: str, generation: Generation) -> bool:
         """Show an answer as it is generated; Ctrl-C cuts it short. Returns whether there is one."""
         if self.conversation.dropped:
-            size = self.conversation.session.state.size
+            size = self.conversation.session.ctx_size
             dropped = f"dropped the oldest part of the conversation, {self.conversation.dropped}"
             self.output.note(f"note: the context of {size} tokens is full: {dropped}")
         self.blank_line()
@@ -432,6 +468,12 @@ class Command(NamedTuple):
     run: Callable[[Chat, str], None]
 
 
+# other names of settings, such as temperature for temp
+SETTING_NAMES = {
+    other: name
+    for name, setting in SETTINGS.items()
+    for other in (setting.full, setting.checkpoint)
+}
 COMMANDS = {
     "/clear": Command("", "forget the conversation and any file read", Chat.clear),
     "/system": Command("TEXT", "set the system prompt, and forget the conversation", Chat.begin),

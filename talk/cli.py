@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
+import json
 import os
 import re
 import shutil
@@ -16,18 +17,20 @@ import sys
 import textwrap
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loading.files import one_line, text_of
 from loading.hub import DEFAULT_MODEL, local_checkpoint
 from loading.templates import TEMPLATES
-from settings import FILTERS, SETTINGS, Sampling
+from settings import FILTERS, FORMATS_8, OPTIONS, SETTINGS, Options, Sampling
 
 if TYPE_CHECKING:  # they import torch
     from ranks.processes import Ranks
-    from session import Session
+    from session import Generation, Session
 
 
 # ---- standard streams
@@ -75,9 +78,15 @@ def note(text: str) -> None:
     if sys.stderr.isatty():
         text = "\n".join(_wrapped(line) for line in text.split("\n"))
     try:
-        print(text, file=sys.stderr, flush=True)
+        sys.stderr.write(text + "\n")  # at once, where processes share it
+        sys.stderr.flush()
     except OSError:  # a full disk or a closed pipe behind it does not end a good run
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
+@functools.cache
+def note_once(text: str) -> None:
+    note(f"note: {text}")
 
 
 def _wrapped(line: str) -> str:
@@ -105,6 +114,18 @@ def read_input(file: str | None) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
+def speed(generation: Generation) -> str:
+    """How fast a text was, in a line."""
+    timings = generation.timings
+    text = f"{timings.new_tokens} tokens"
+    if timings.steps:
+        text += f", {timings.steps / timings.step_seconds:.1f} tokens/s"
+    if timings.new_tokens:
+        prompt = f"{timings.prompt_tokens} of {generation.prompt_tokens} tokens evaluated"
+        text += f"; prompt: {prompt} in {timings.prompt_seconds:.2f} s"
+    return text
+
+
 # ---- how a program ends
 
 
@@ -127,6 +148,8 @@ def exit_code(work: Callable[..., int], args: argparse.Namespace) -> int:
     from ranks.processes import Ranks
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # of whatever library, in one line like ours
+    warnings.showwarning = lambda message, *_: note(f"note: {one_line(str(message))}")
     ranks = Ranks.of_torchrun()
     try:
         if args.ignored and not vars(args).get("quiet"):
@@ -196,13 +219,10 @@ def error_line(error: Exception) -> str:
 
 # ---- flags
 
-DTYPE_NAMES = ("fp32", "fp16", "bf16")
-FORMATS_8 = ("e4m3", "e5m2")
-FORMAT_NAMES = (*FORMATS_8, "int4")
 IGNORED = (  # flags of llama.cpp that mean nothing here
     "-ngl --gpu-layers --n-gpu-layers -fa --flash-attn -b --batch-size -ub --ubatch-size --mmap "
     "--no-mmap --mlock --jinja --no-warmup -co --color --log-disable --simple-io -tb "
-    "--threads-batch --context-shift --no-context-shift --keep -np --parallel --numa --perf "
+    "--threads-batch --context-shift --no-context-shift --keep --numa --perf "
     "--no-perf --repack --no-repack --verbose-prompt -mli --multiline-input -e --escape"
 ).split()
 
@@ -280,8 +300,8 @@ class Parser(argparse.ArgumentParser):
         """What is wrong with a word that argparse does not know."""
         flags = self._option_string_actions.keys() - {*IGNORED}
         if not word.startswith("-"):
-            message = f"unexpected argument {word!r}"
-            return f"{message}: write -p {word!r}" if "--prompt" in flags else message
+            flag = "-p" if "--prompt" in flags and not os.path.exists(word) else "-m"
+            return f"unexpected argument {word!r}: write {flag} {word!r}"
         message = f"unknown flag {word}"
         if re.match("-ct[kv]|--cache-type-[kv]", word):
             return f"{message}: --kv-fp8 keeps keys and values in 8 bits"
@@ -295,7 +315,7 @@ class Parser(argparse.ArgumentParser):
             return
         try:
             for model in filter(None, models):
-                local_checkpoint(model)
+                find_model(model)
             for file in filter(None, files):
                 os.stat(file)
         except (OSError, ValueError) as error:
@@ -308,6 +328,34 @@ class Parser(argparse.ArgumentParser):
 
     def _get_option_tuples(self, option_string: str) -> list:
         return []  # argparse would take -ngl for -n with the value gl
+
+
+def find_model(name: str) -> None:
+    """Raise OSError or ValueError if there is no such model here, and it cannot be on the hub."""
+    try:
+        local_checkpoint(name)
+    except FileNotFoundError as error:
+        blob = ollama_blob(name)
+        if not blob:
+            raise
+        raise FileNotFoundError(f"{error}. Ollama has {name}: write -m {blob}") from None
+
+
+def ollama_blob(name: str) -> Path | None:
+    """The GGUF file of a model that ollama has under this name, if it has one."""
+    folder = Path(os.environ.get("OLLAMA_MODELS") or "~/.ollama/models").expanduser()
+    if not re.fullmatch(r"([\w.-]+/)?[\w.-]+(:[\w.-]+)?", name):
+        return None
+    model, _, tag = name.partition(":")
+    owner, _, model = model.rpartition("/")
+    file = folder.joinpath(
+        "manifests/registry.ollama.ai", owner or "library", model, tag or "latest"
+    )
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        for layer in json.loads(file.read_text())["layers"]:
+            if layer["mediaType"] == "application/vnd.ollama.image.model":
+                return folder / "blobs" / layer["digest"].replace(":", "-")
+    return None
 
 
 def within(kind: type, low: float, high: float = float("inf")) -> Callable[[str], float]:
@@ -329,14 +377,35 @@ def within(kind: type, low: float, high: float = float("inf")) -> Callable[[str]
     return number
 
 
-def device_name_of(text: str) -> str:
-    """cpu, cuda or cuda:N; llama.cpp's spellings, none and CUDAN, are accepted as well."""
-    if text == "none":
-        return "cpu"
-    return re.sub(r"^CUDA(\d+)$", r"cuda:\1", text)
+def in_utf8(text: str) -> str:
+    """An argparse type: what can be sent to other programs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be UTF-8") from None
+    return text
 
 
 # ---- flags of several programs
+
+
+def add_option(add: Callable, name: str, writes: str = "", **changes) -> None:
+    """Add the flag of a row of settings.Options. writes: the modes in which text is generated, if
+    there are others. changes: what is different here."""
+    option = OPTIONS[name]
+    about: dict[str, object] = {"help": option.help, "default": getattr(Options, name)}
+    if option.kind is bool:
+        about["action"] = "store_true"
+    elif option.choices:
+        about["choices"] = [*option.choices]
+    elif option.kind is int:
+        about |= {"type": within(int, int(option.low), int(option.high)), "metavar": "N"}
+    else:
+        about["type"] = option.kind
+    if option.generates:
+        about["only"] = writes
+    flags = [option.flag, f"--{name.replace('_', '-')}"]
+    add(*filter(None, flags), **about | changes)
 
 
 def add_model_flags(parser: Parser, writes: str = "") -> Callable:
@@ -347,35 +416,31 @@ def add_model_flags(parser: Parser, writes: str = "") -> Callable:
     add("-m", "--model", "-hf", "--hf-repo", metavar="MODEL",
         help="folder of a checkpoint, a GGUF file, or owner/name of one on the hub"
         " [models/tales, beside this program]")
-    add("-c", "--ctx-size", type=within(int, 0, 1 << 24), metavar="N",
-        help="context in tokens; 0: as much as the model was trained for [the same, at most 4096]")
-    add("--dtype", choices=["auto", *DTYPE_NAMES], default="auto",
-        help="auto: the checkpoint's; on a CPU bf16 or fp32")
+    add_option(add, "ctx_size")
+    add_option(add, "dtype")
     add("--fp8", nargs="?", const="e4m3", choices=FORMATS_8,
         help="keep matrices as 8-bit floats; without a value: e4m3")
     add("--int4", action="store_true",
         help="keep matrices as 4-bit integers with a scale and a zero point for each 32 columns:"
         " 4.5 bits a weight")
-    add("--kv-fp8", action="store_true", only=writes,
-        help="keep keys and values as 8-bit floats: half the context's memory")
-
     # fmt: on
+    add_option(add, "kv_fp8", writes)
     add_device_flags(parser, writes)
     return add
 
 
 def add_device_flags(parser: Parser, writes: str = "") -> None:
     add = parser.group("where it runs")
-    # fmt: off
-    add("-dev", "--device", type=device_name_of, default="auto", help="cpu, cuda or cuda:N")
-    add("-t", "--threads", type=within(int, 1, 4096), metavar="N",
-        help="CPU threads [one for a model of at most 32 MB, otherwise one per core]")
-    add("--backend", choices=["auto", "torch", "triton"], default="auto", only=writes,
-        help="auto: triton on a GPU, torch on a CPU")
-    add("--accumulate", choices=["auto", "fp32", "fp16"], default="auto", only=writes,
-        help="how a prompt's products are summed; auto: faster and less exact for 8 bits; fp16: needs"
-        " a GPU and --dtype fp16")
-    # fmt: on
+    for name in ("device", "threads", "backend", "accumulate"):
+        add_option(add, name, writes)
+
+
+def options_of(args: argparse.Namespace, **changes) -> dict[str, object]:
+    """The options of a run that flags give, as keyword arguments of Session and of checkpoint.load.
+    changes: what is different here."""
+    defaults = {name: getattr(Options, name) for name in OPTIONS}
+    given = {name: value for name, value in vars(args).items() if name in OPTIONS}
+    return defaults | given | changes
 
 
 def add_proposal_flags(add: Callable) -> None:
@@ -384,9 +449,12 @@ def add_proposal_flags(add: Callable) -> None:
         help="propose up to N tokens that followed the last ones earlier in the text, and evaluate"
         " them in one pass")
     add("--draft", "-md", "--model-draft", metavar="MODEL",
-        help="the same with proposals from a smaller model of the same vocabulary")
+        help="the same with proposals from a smaller model of the same vocabulary, or from a head"
+        " that was trained for the model (EAGLE-3, in its own layout or in speculators')")
     add("--draft-max", type=within(int, 1, 15), default=4, metavar="N",
         help="how many tokens it proposes")
+    add("--draft-always", action="store_true",
+        help="propose also where that costs more time than it saves")
     # fmt: on
 
 
@@ -406,6 +474,8 @@ def model_contradiction(args: argparse.Namespace) -> str | None:
         return "--lookup and --draft both propose tokens; use one"
     if args.draft is None and "draft_max" in args.given:
         return "--draft-max is for --draft"
+    if args.draft_always and not (args.lookup or args.draft):
+        return "--draft-always is for --lookup and --draft"
     return None
 
 
@@ -421,7 +491,11 @@ def set_environment(args: argparse.Namespace) -> None:
     interprets kernels, which it does on a CPU, and whether huggingface_hub shows its progress."""
     import torch
 
-    on_cpu = args.device == "cpu" or args.device == "auto" and not torch.cuda.is_available()
+    if args.quiet:
+        warnings.simplefilter("ignore")
+    on_cpu = args.device == "cpu"
+    if args.device == "auto" and args.backend == "triton":  # only then, since torch may warn
+        on_cpu = not torch.cuda.is_available()
     if args.backend == "triton" and on_cpu:
         os.environ["TRITON_INTERPRET"] = "1"
     if args.quiet:
@@ -430,30 +504,23 @@ def set_environment(args: argparse.Namespace) -> None:
 
 def open_session(args: argparse.Namespace, ranks: Ranks) -> Session:
     """A session for the model that flags describe."""
-    from loading.config import unsupported_settings
     from session import Session
 
     session = Session(
         args.model,
-        dtype=args.dtype,
-        device=args.device,
-        ctx_size=args.ctx_size,
-        backend=args.backend,
-        format=args.format,
-        kv_fp8=args.kv_fp8,
-        accumulate=args.accumulate,
         quiet=args.quiet,
         chat_template=args.chat_template,
-        threads=args.threads,
         lookup=args.lookup,
         draft=args.draft,
         draft_max=args.draft_max,
+        draft_always=args.draft_always,
         ranks=ranks,
         sampling=sampling_flags(args),
+        **options_of(args),
     )
-    ignored = unsupported_settings(session.model.checkpoint.folder)
-    if ignored and not args.quiet:
-        note(f"note: generation_config.json: {', '.join(ignored)}: not supported, ignored")
+    if not args.quiet:
+        for line in session.model.checkpoint.notes:
+            note(f"note: {line}")
     return session
 
 

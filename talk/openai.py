@@ -1,6 +1,6 @@
 """OpenAI's API: the fields of requests, and how each request is answered.
 
-To add an endpoint, write a ModelRequest and add it to ENDPOINTS."""
+To add an endpoint, write a ModelRequest and add it to ENDPOINTS, in talk/endpoints.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import (
@@ -17,6 +18,8 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
+    PrivateAttr,
     ValidationError,
     WrapValidator,
     create_model,
@@ -25,12 +28,24 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, from_json, to_json
 from starlette.exceptions import HTTPException
 
+from grammars import choice_grammar, is_one_rule, json_grammar, lark_grammar, regex_grammar
 from loading.files import one_line
 from settings import FILTERS, RANDOM, SETTINGS, Setting
+from talk.cli import note_once, speed
+from talk.tools import (
+    HERMES,
+    Answer,
+    Part,
+    Router,
+    Style,
+    call_grammar,
+    style_of,
+)
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from logprobs import Logprob
     from session import Generation, Session
+    from tokenizer import Prompt
 
 # ---- errors
 
@@ -44,26 +59,55 @@ class APIError(HTTPException):
         self.param = param or None
 
 
+# of errors, as Anthropic calls them
+KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+KINDS |= {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
+
+
 def error_body(error: HTTPException) -> dict:
-    kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
-    code = getattr(error, "code", error.detail.lower().replace(" ", "_"))
+    """What clients of OpenAI's API and of Anthropic's look for."""
+    kind = KINDS.get(error.status_code, "invalid_request_error")
+    code = getattr(error, "code", HTTPStatus(error.status_code).name.lower())
     param = getattr(error, "param", None)
-    return {"error": dict(message=one_line(error.detail), type=kind, code=code, param=param)}
+    said = dict(message=one_line(error.detail), type=kind, code=code, param=param)
+    return {"error": said, "type": "error"}
 
 
 # ---- what answers have in common
 
-# what OpenAI calls the reasons for which a text ends
-ENDS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 
-
-def usage(text: Generation) -> dict:
+def usage(texts: Sequence[Generation]) -> dict:
+    """Of the choices of an answer, which have one prompt."""
+    first = texts[0]
+    completion_tokens = sum(len(text.ids) for text in texts)
     return {
-        "prompt_tokens": text.prompt_tokens,
-        "completion_tokens": len(text.ids),
-        "total_tokens": text.prompt_tokens + len(text.ids),
-        "prompt_tokens_details": {"cached_tokens": text.cached_tokens},
+        "prompt_tokens": first.prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": first.prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": first.cached_tokens},
     }
+
+
+def timings(texts: Sequence[Generation]) -> dict:
+    """llama.cpp's, in milliseconds."""
+    prompt = sum(text.timings.prompt_tokens for text in texts)
+    prompt_seconds = sum(text.timings.prompt_seconds for text in texts)
+    steps = sum(text.timings.steps for text in texts)
+    seconds = sum(text.timings.step_seconds for text in texts)
+    return {
+        "cache_n": texts[0].cached_tokens,
+        "prompt_n": prompt,
+        "prompt_ms": 1e3 * prompt_seconds,
+        "prompt_per_second": prompt / prompt_seconds if prompt_seconds else None,
+        "predicted_n": sum(text.timings.new_tokens for text in texts),
+        "predicted_ms": 1e3 * seconds,
+        "predicted_per_second": steps / seconds if seconds else None,
+    }
+
+
+def as_tool_call(part: Part) -> dict:
+    """A call as it is answered."""
+    return {"id": part.text, "type": "function", "function": part.call._asdict()}
 
 
 def event(value: dict) -> bytes:
@@ -76,29 +120,44 @@ def event(value: dict) -> bytes:
 # Fields of OpenAI, llama.cpp and vLLM that change the text and are not supported, with their values
 # that change nothing: only these are accepted. All other unknown fields are ignored, such as user
 # and store, or dry_base, which has no effect without a dry_multiplier
+SAMPLERS = ["penalties", "top_k", "top_p", "min_p", "temperature"]
 UNSUPPORTED = dict(
     # several texts, tools, another prompt
-    n=[1], n_cmpl=[1], best_of=[1], use_beam_search=[False], tools=[[]],
-    tool_choice=["none", "auto"], functions=[[]], function_call=["none", "auto"],
-    modalities=[["text"]], suffix=[""], chat_template_kwargs=[{}], add_special_tokens=[True],
+    best_of=[1], use_beam_search=[False], functions=[[]],
+    function_call=["none", "auto"], modalities=[["text"]], suffix=[""], add_special_tokens=[True],
     truncate_prompt_tokens=[-1], lora=[[]],
-    # grammars
-    response_format=[{"type": "text"}], grammar=[""], json_schema=[{}], structured_outputs=[{}],
-    guided_json=[{}, ""], guided_regex=[""], guided_choice=[[]], guided_grammar=[""],
     # samplers
-    presence_penalty=[0], frequency_penalty=[0], logit_bias=[{}, []], bad_words=[[]],
-    allowed_token_ids=[[]], typical_p=[1], top_n_sigma=[-1, 0], top_a=[0], tfs_z=[1], mirostat=[0],
+    bad_words=[[]], allowed_token_ids=[[]], typical_p=[1], top_n_sigma=[-1, 0], top_a=[0], tfs_z=[1], mirostat=[0],
     dynatemp_range=[0], smoothing_factor=[0], dry_multiplier=[0], xtc_probability=[0],
-    adaptive_target=[-1], no_repeat_ngram_size=[0], min_keep=[0],
-    samplers=[["penalties", "top_k", "top_p", "min_p", "temperature"]],
+    adaptive_target=[-1], no_repeat_ngram_size=[0], min_keep=[0], samplers=[SAMPLERS],
     # the end of the text
-    min_tokens=[0], stop_token_ids=[[]], include_stop_str_in_output=[False], n_indent=[0],
-    t_max_predict_ms=[0],
+    include_stop_str_in_output=[False], n_indent=[0],
+    t_max_predict_ms=[0, -1],
 )  # fmt: skip
-OPTIONS = {"stop", "ignore_eos", *SETTINGS}  # of Session.generate, under the same names
+# of Session.generate, under the same names
+OPTIONS = {"stop", "ignore_eos", "min_tokens", "stop_token_ids", "logit_bias", *SETTINGS}
+
+
+def sampler_order(value: object) -> object:
+    """An order of samplers in llama.cpp's names or letters, as those among them that this program
+    has: the others are off, as their settings have to be."""
+    if isinstance(value, str):
+        letters = dict(zip("ekpmt", SAMPLERS))
+        value = [letters.get(letter) for letter in value]
+    if not isinstance(value, list):
+        return value
+    other_names = {"temp": "temperature", "nucleus": "top_p"}
+    names = [name.replace("-", "_") for name in value if isinstance(name, str)]
+    names = [other_names.get(name, name) for name in names]
+    return [name for name in names if name in SAMPLERS]
+
+
+# Fields whose values are compared in another form
+SPELLINGS = {"samplers": sampler_order}
 
 LIMITS = "max_completion_tokens", "max_tokens", "n_predict"  # the last one is llama.cpp's
 INT_END = 1 << 31
+MOST_CHOICES = 16
 Length = Annotated[int, Field(ge=-1, lt=INT_END)]
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]
 
@@ -135,10 +194,48 @@ Prompt = Annotated[
 ]
 
 
+def up_to_an_error(schema: object) -> object:
+    """A schema of pydantic whose lists are read up to the first element that is wrong."""
+    match schema:
+        case {"type": "list", **rest}:
+            return {"type": "list", "fail_fast": True} | up_to_an_error(rest)
+        case dict():
+            return {name: up_to_an_error(value) for name, value in schema.items()}
+        case list():
+            return [*map(up_to_an_error, schema)]
+    return schema
+
+
+def as_biases(value: object) -> object:
+    """OpenAI's object of ids, or llama.cpp's list of pairs, in which false bans an id."""
+    pairs = value.items() if isinstance(value, dict) else value
+    biases = {}
+    for id, bias in pairs:
+        biases[int(id)] = -100.0 if bias is False else bias
+    return biases
+
+
+def read_biases(value: object, validate: Callable[[object], object]) -> object:
+    try:
+        return validate(as_biases(value))
+    except (TypeError, ValueError):  # ValidationError is one
+        what = "must be an object of biases from -100 to 100 by token ids"
+        raise PydanticCustomError("wrong", what) from None
+
+
+Biases = Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], WrapValidator(read_biases)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=INT_END)]], Field(max_length=1024)]
+
+
 class Strict(BaseModel):
-    """Takes no value of another type, such as "1" or true for 1. Unknown fields are ignored."""
+    """Takes no value of another type, such as "1" or true for 1. Unknown fields are ignored. The
+    first error ends the reading: only one is told, and a list may have millions."""
 
     model_config = ConfigDict(strict=True)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type, handler: GetCoreSchemaHandler):
+        return up_to_an_error(handler(source))
 
 
 class TextPart(Strict):
@@ -146,27 +243,145 @@ class TextPart(Strict):
     text: str
 
 
+class Function(Strict):
+    """A function that is called."""
+
+    name: str
+    arguments: str | dict = "{}"
+
+    def plain(self) -> dict:
+        """As chat templates know it, with arguments that are an object. Raises ValueError."""
+        arguments = self.arguments
+        if isinstance(arguments, str):
+            arguments = from_json(arguments or "{}")
+        if not isinstance(arguments, dict):
+            raise ValueError
+        return {"name": self.name, "arguments": arguments}
+
+
+class ToolCall(Strict):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: Function
+
+
 class Message(Strict):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         str | list[TextPart] | None,
         must_be("a string, or a list of parts of the type text: only text is supported"),
-    ]
-    tool_calls: Annotated[
-        Annotated[list, Field(max_length=0)] | None, must_be("absent: tools are not supported")
     ] = None
+    tool_calls: Annotated[
+        list[ToolCall] | None, must_be("a list of calls of functions, or absent")
+    ] = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    # what was thought before the answer
+    reasoning_content: str | None = Field(
+        None, validation_alias=AliasChoices("reasoning_content", "reasoning")
+    )
 
-    def plain(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _check(self) -> Message:
+        called = self.role == "assistant" and self.tool_calls
+        if "content" not in self.model_fields_set and not called:
+            raise PydanticCustomError("wrong", "content is missing")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise PydanticCustomError("wrong", "tool_call_id is missing")
+        self.plain()
+        return self
+
+    def plain(self) -> dict:
         """The message as chat templates know it."""
         content = self.content or ""
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": content}
+        plain = {"role": role, "content": content}
+        try:
+            calls = [call.function.plain() for call in self.tool_calls or ()]
+        except ValueError:
+            what = "tool_calls: arguments must be an object of JSON"
+            raise PydanticCustomError("wrong", what) from None
+        if calls:
+            plain["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": function}
+                for call, function in zip(self.tool_calls, calls)
+            ]
+        more = self.model_dump(include={"tool_call_id", "name", "reasoning_content"})
+        return plain | {name: value for name, value in more.items() if value is not None}
+
+
+def is_tool(value: dict) -> dict:
+    """A tool as chat templates know it: what the client sent."""
+    match value:
+        case {"type": "function", "function": {"name": str(), **function}}:
+            if isinstance(function.get("parameters") or {}, dict):
+                return value
+    raise PydanticCustomError("wrong", "must be functions, each with its name and parameters")
+
+
+class Named(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: Named
+
+
+def schemas(tools: list[dict]) -> dict[str, dict]:
+    """The JSON schemas of the arguments of tools, by their names."""
+    functions = [tool["function"] for tool in tools]
+    return {function["name"]: function.get("parameters") or {} for function in functions}
+
+
+Tool = Annotated[dict, AfterValidator(is_tool)]
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedTool,
+    must_be("none, auto, required, or one of the functions"),
+]
+
+
+class NamedSchema(Strict):
+    json_value: dict | bool = Field({}, alias="schema")
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class ObjectFormat(Strict):
+    type: Literal["json_object"]
+    json_value: dict = Field({}, alias="schema")  # llama.cpp's
+
+
+class SchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[
+    TextFormat | ObjectFormat | SchemaFormat,
+    must_be("of the type text, json_object, or json_schema with a json_schema"),
+]
+
+
+class StructuredOutputs(Strict):
+    """vLLM's."""
+
+    json_value: dict | str | None = Field(None, alias="json")
+    regex: str = ""
+    choice: list[str] = []
+    grammar: str = ""
+    json_object: bool = False
 
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
+
+
+SEEDS_APART = 0x9E3779B97F4A7C15  # between the seeds of two choices
 
 
 def own_seed(seed: int) -> int:
@@ -183,6 +398,21 @@ def _field(name: str, setting: Setting):
     return setting.kind | None, limits
 
 
+def in_turns(answers: list[Answer]) -> Iterator[tuple[int, tuple | None]]:
+    """What each of several answers says next, by its number: of those that have something, so that
+    none waits for another. None is its end."""
+    left = {index: iter(answer) for index, answer in enumerate(answers)}
+    while left:
+        texts = {index: answers[index].text for index in left}
+        ready = [index for index, text in texts.items() if text.ready or text.ended]
+        ready = ready or [min(left)]
+        for index in ready:
+            said = next(left[index], None)
+            if said is None:
+                del left[index]
+            yield index, said
+
+
 # ---- requests, each with its answer
 
 
@@ -191,14 +421,29 @@ class ModelRequest(Strict):
     the model, and answers itself there."""
 
     is_stream: ClassVar[bool] = False  # the parts of the answer are sent as they come
+    writes_text: ClassVar[bool] = False  # it waits until there is a slot
 
-    def answer(
-        self, session: Session, model: str, progress: Callable[[int, int], None]
-    ) -> Iterator[bytes]:
-        """The parts of the answer, which may be empty: one after each token, so that it can be
-        stopped there. model: its name. progress: as for Session.generate. Raises ValueError for
-        what is the client's fault; what the iterator raises is not."""
+    # What `answer` asks the session for. Where it asks for several texts, it takes pieces only of those
+    # that are ready, so that no request waits for another
+    _texts: list[Generation] = PrivateAttr(default_factory=list)
+
+    @property
+    def texts(self) -> list[Generation]:
+        return self._texts
+
+    def answer(self, session: Session, model: str) -> Iterator[bytes]:
+        """The parts of the answer, which may be empty: one for each piece of a text. model: its name.
+        Raises ValueError for what is the client's fault; what the iterator raises is not."""
         raise NotImplementedError
+
+    def summary(self) -> str:
+        """What the server's log says of the answer, once that is written; may be empty."""
+        return ""
+
+    @staticmethod
+    def error_event(body: dict) -> bytes:
+        """An error, in a stream that has begun."""
+        return event(body)
 
 
 Filters = create_model(
@@ -210,6 +455,7 @@ class GenerationRequest(Filters):
     """A request for a text: what its two kinds have in common. A kind says how the session is asked
     for the text, and how answers write it in JSON."""
 
+    writes_text: ClassVar[bool] = True
     id_begins: ClassVar[str]
     whole_object: ClassVar[str]  # "object" of an answer
     chunk_object: ClassVar[str]  # and of the parts of a stream
@@ -222,6 +468,19 @@ class GenerationRequest(Filters):
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    n: int = Field(1, ge=1, le=MOST_CHOICES, validation_alias=AliasChoices("n", "n_cmpl"))
+    logit_bias: Biases = {}
+    min_tokens: Annotated[int, Field(ge=0, lt=INT_END)] = 0
+    stop_token_ids: TokenIds = []
+    # what the text has to be, by OpenAI's, vLLM's and llama.cpp's names
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs = StructuredOutputs()
+    guided_json: dict | str | None = None
+    guided_regex: str = ""
+    guided_choice: list[str] = []
+    guided_grammar: str = ""
+    json_schema: dict | None = None
+    grammar: str = ""
 
     @model_validator(mode="before")
     @classmethod
@@ -231,7 +490,10 @@ class GenerationRequest(Filters):
             if name not in fields or name in cls.names():
                 continue
             accepted = [to_json(value) for value in values]  # as JSON, where true is not 1
-            if to_json(fields[name]) not in accepted:
+            value = fields[name]
+            if name in SPELLINGS:
+                value = SPELLINGS[name](value)
+            if to_json(value) not in accepted:
                 only = f"{name} must be absent or {accepted[0].decode()}"
                 raise APIError(f"{only}: nothing else is supported", param=name)
         return fields
@@ -249,30 +511,59 @@ class GenerationRequest(Filters):
     def is_stream(self) -> bool:
         return self.stream
 
-    def options(self) -> dict:
-        """Arguments of Session.generate and Session.chat."""
-        return {"n": self.max_tokens} | self.model_dump(include=OPTIONS, exclude_none=True)
+    def options(self, index: int) -> dict:
+        """Arguments of Session.generate and Session.chat for one of the choices. The first has the
+        request's seed, others have seeds of their own."""
+        seed = (self.seed + index * SEEDS_APART) % (SETTINGS["seed"].high + 1)
+        options = self.model_dump(include=OPTIONS, exclude_none=True)
+        return options | {"n": self.max_tokens, "seed": seed}
 
-    def generation(self, session: Session, **options) -> Generation:
-        """The text. options: more arguments of Session.generate. Raises ValueError."""
+    def text_grammar(self) -> str | None:
+        """What the text has to be, in Lark. Returns None if it may be anything. Raises
+        ValueError."""
+        asked = self.structured_outputs
+        given = [write(value) for value, write in (
+            (self.format_schema(), json_grammar), (asked.json_value, json_grammar),
+            (self.guided_json, json_grammar), (self.json_schema, json_grammar),
+            (asked.regex, regex_grammar), (self.guided_regex, regex_grammar),
+            (asked.choice, choice_grammar), (self.guided_choice, choice_grammar),
+            (asked.grammar, lark_grammar), (self.guided_grammar, lark_grammar),
+            (self.grammar, lark_grammar), ({"type": "object"} if asked.json_object else None, json_grammar),
+        ) if value not in (None, "", [])]  # fmt: skip
+        if len(given) > 1:
+            raise ValueError("several fields say what the text has to be; use one")
+        return given[0] if given else None
+
+    def format_schema(self) -> dict | bool | None:
+        """The JSON schema of response_format."""
+        match self.response_format:
+            case ObjectFormat():
+                return {"type": "object"} | self.response_format.json_value
+            case SchemaFormat():
+                return self.response_format.json_schema.json_value
+        return None
+
+    def choice(self, session: Session, index: int, **options) -> Answer:
+        """One of the texts, and how it is read. options: more arguments of Session.generate. Raises
+        ValueError."""
         raise NotImplementedError
 
-    def whole(self, text: str) -> dict:
+    def whole(self, answer: Answer) -> dict:
         """The whole text, in an answer."""
         raise NotImplementedError
 
-    def delta(self, text: str) -> dict:
-        """A part of the text, in a stream; the last part is empty."""
+    def delta(self, part: Part | None, calls: int) -> dict:
+        """A part of the text, in a stream; None is the last one, which is empty. calls: how many
+        calls came before."""
         raise NotImplementedError
 
     def scores(self, logprobs: Sequence[Logprob], session: Session) -> dict:
         """Log-probabilities, in either."""
         raise NotImplementedError
 
-    def answer(
-        self, session: Session, model: str, progress: Callable[[int, int], None]
-    ) -> Iterator[bytes]:
-        text = self.generation(session, progress=progress)
+    def answer(self, session: Session, model: str) -> Iterator[bytes]:
+        answers = [self.choice(session, index) for index in range(self.n)]
+        self._texts = [answer.text for answer in answers]
         head = {
             "id": self.id_begins + uuid.uuid4().hex,
             "object": self.chunk_object if self.stream else self.whole_object,
@@ -280,43 +571,69 @@ class GenerationRequest(Filters):
             "model": model,
         }
         if self.stream:
-            return self._events(text, head, session)
-        return self._object(text, head, session)
+            return self._events(answers, head, session)
+        return self._object(answers, head, session)
 
-    def _object(self, text: Generation, head: dict, session: Session) -> Iterator[bytes]:
-        for _ in text:
+    def summary(self) -> str:
+        first, *_ = self.texts
+        text = speed(first)
+        if first.doubles_bos:
+            text += "; the prompt begins with a bos of its own, after the tokenizer's"
+        return text
+
+    def _object(self, answers: list[Answer], head: dict, session: Session) -> Iterator[bytes]:
+        for _ in in_turns(answers):
             yield b""
-        choice = self._choice(self.whole(text.text), text.logprobs, text.ended_by, session)
-        yield to_json(head | {"choices": [choice], "usage": usage(text)})
+        choices = []
+        for index, answer in enumerate(answers):
+            said = self.whole(answer) | {"finish_reason": answer.finish_reason}
+            choices.append(self._choice(index, said, answer.text.logprobs, session))
+        numbers = {"usage": usage(self.texts), "timings": timings(self.texts)}
+        yield to_json(head | {"choices": choices} | numbers)
 
-    def _events(self, text: Generation, head: dict, session: Session) -> Iterator[bytes]:
+    def _events(self, answers: list[Answer], head: dict, session: Session) -> Iterator[bytes]:
         with_usage = self.stream_options.include_usage
         if with_usage:
             head["usage"] = None  # in all events but the one that tells it
 
-        def chunk(said: dict, logprobs: Sequence[Logprob] = (), ended_by: str = "") -> bytes:
-            choice = self._choice(said, logprobs, ended_by, session)
-            return event(head | {"choices": [choice]})
+        def chunk(
+            index: int, said: dict, logprobs: Sequence[Logprob] = (), **more: object
+        ) -> bytes:
+            choice = self._choice(index, {"finish_reason": None} | said, logprobs, session)
+            return event(head | {"choices": [choice]} | more)
 
-        events = b""
+        # what goes with the first text of each choice
+        begins = {}
         if self.first_delta:
-            events = chunk(self.first_delta)  # goes with the first text
-        for piece in text:
-            if not piece.text and not piece.logprobs:
-                yield b""
-                continue
-            yield events + chunk(self.delta(piece.text), piece.logprobs)
+            begins = {index: chunk(index, self.first_delta) for index in range(self.n)}
+        calls = [0] * self.n
+        left = self.n
+        for index, said in in_turns(answers):
             events = b""
-        events += chunk(self.delta(""), ended_by=text.ended_by)
+            if said is None:
+                left -= 1
+                more = {} if left else {"timings": timings(self.texts)}
+                end = {"finish_reason": answers[index].finish_reason}
+                events = chunk(index, self.delta(None, calls[index]) | end, **more)
+            else:
+                parts, logprobs = said
+                if logprobs and not parts:
+                    parts = [Part("text", "")]
+                for part in parts:
+                    events += chunk(index, self.delta(part, calls[index]), logprobs)
+                    calls[index] += part.kind == "call"
+                    logprobs = ()
+            yield begins.pop(index, b"") + events if events else b""
+        events = b""
         if with_usage:
-            events += event(head | {"choices": [], "usage": usage(text)})
+            events += event(head | {"choices": [], "usage": usage(self.texts)})
         yield events + b"data: [DONE]\n\n"
 
     def _choice(
-        self, said: dict, logprobs: Sequence[Logprob], ended_by: str, session: Session
+        self, index: int, said: dict, logprobs: Sequence[Logprob], session: Session
     ) -> dict:
         scores = self.scores(logprobs, session) if logprobs else None
-        return {"index": 0, **said, "logprobs": scores, "finish_reason": ENDS.get(ended_by)}
+        return {"index": index, "logprobs": scores, **said}
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -330,23 +647,102 @@ class ChatCompletionRequest(GenerationRequest):
     messages: list[Message] = Field(min_length=1)
     logprobs: bool = False
     top_logprobs: TopLogprobs = 0
+    tools: list[Tool] = []
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    # what chat templates know of thinking
+    chat_template_kwargs: dict = {}
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
 
     @model_validator(mode="after")
     def _check(self) -> ChatCompletionRequest:
         if self.top_logprobs and not self.logprobs:
             raise APIError("top_logprobs needs logprobs: true", param="top_logprobs")
+        names = [tool["function"]["name"] for tool in self.tools]
+        choice = self.tool_choice
+        if choice == "required" and not names:
+            raise APIError("tool_choice: there are no tools", param="tool_choice")
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            message = f"tool_choice: no tool has the name {choice.function.name}"
+            raise APIError(message, param="tool_choice")
         return self
 
-    def generation(self, session: Session, **options) -> Generation:
-        best = self.top_logprobs if self.logprobs else None
-        messages = [message.plain() for message in self.messages]
-        return session.chat(messages, logprobs=best, **self.options(), **options)
+    def variables(self) -> dict:
+        """What the chat template is given besides messages and tools."""
+        given = {}
+        if self.reasoning_effort is not None:
+            given["reasoning_effort"] = self.reasoning_effort
+            if self.reasoning_effort == "none":
+                given["enable_thinking"] = False
+        if self.enable_thinking is not None:
+            given["enable_thinking"] = self.enable_thinking
+        return given | self.chat_template_kwargs
 
-    def whole(self, text: str) -> dict:
-        return {"message": {"role": "assistant", "content": text}}
+    def style(self, session: Session) -> Style | None:
+        """How the model calls tools. None if there are none, or it cannot."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return style_of(session.tokenizer.tool_template)
 
-    def delta(self, text: str) -> dict:
-        return {"delta": {"content": text} if text else {}}
+    def prompt(self, session: Session) -> Prompt:
+        """Raises ValueError."""
+        tools = self.tools if self.style(session) else None
+        return session.render([m.plain() for m in self.messages], tools, self.variables())
+
+    def choice(self, session: Session, index: int, **options) -> Answer:
+        prompt = self.prompt(session)
+        style = self.style(session)
+        forced = self.forced()
+        if not style and self.tools and self.tool_choice != "none":
+            note_once("the chat template knows no tools: it is not told of those of requests")
+            style = HERMES if forced else None
+        grammar = self.text_grammar()
+        if forced:
+            grammar = call_grammar(style, forced, session.tokenizer.control)
+        elif style and is_one_rule(grammar):
+            control = session.tokenizer.control
+            grammar = call_grammar(style, schemas(self.tools), control, grammar)
+        text = session.chat(
+            prompt,
+            logprobs=self.top_logprobs if self.logprobs else None,
+            shown=style.control if style else (),
+            grammar=grammar,
+            **self.options(index),
+            **options,
+        )
+        router = Router(style, schemas(self.tools), prompt.thinks)
+        return Answer(text, router, self.parallel_tool_calls)
+
+    def forced(self) -> dict[str, dict]:
+        """The tools of which one has to be called, as Router takes them."""
+        match self.tool_choice:
+            case "required":
+                return schemas(self.tools)
+            case NamedTool():
+                name = self.tool_choice.function.name
+                return {name: schemas(self.tools)[name]}
+        return {}
+
+    def whole(self, answer: Answer) -> dict:
+        said = answer.said("text")
+        message = {"role": "assistant", "content": said}
+        if thought := answer.said("thought"):
+            message["reasoning_content"] = thought
+        if answer.calls:
+            message["content"] = said or None
+            message["tool_calls"] = [as_tool_call(part) for part in answer.calls]
+        return {"message": message}
+
+    def delta(self, part: Part | None, calls: int) -> dict:
+        match part:
+            case None:
+                return {"delta": {}}
+            case Part("call"):
+                return {"delta": {"tool_calls": [{"index": calls, **as_tool_call(part)}]}}
+            case Part("thought"):
+                return {"delta": {"reasoning_content": part.text}}
+        return {"delta": {"content": part.text} if part.text else {}}
 
     def scores(self, logprobs: Sequence[Logprob], session: Session) -> dict:
         def of(id: int, value: float) -> dict:
@@ -371,16 +767,16 @@ class CompletionRequest(GenerationRequest):
     logprobs: Annotated[TopLogprobs | bool, must_be("from 0 to 20, or true for 1")] = False
     echo: bool = False  # the prompt comes before the text
 
-    def generation(self, session: Session, **options) -> Generation:
+    def choice(self, session: Session, index: int, **options) -> Answer:
         best = None if self.logprobs is False else int(self.logprobs)
-        options |= dict(logprobs=best, echo=self.echo)
-        return session.generate(self.prompt, **self.options(), **options)
+        options |= dict(logprobs=best, echo=self.echo, grammar=self.text_grammar())
+        return Answer(session.generate(self.prompt, **self.options(index), **options))
 
-    def whole(self, text: str) -> dict:
-        return {"text": text}
+    def whole(self, answer: Answer) -> dict:
+        return {"text": answer.said("text")}
 
-    def delta(self, text: str) -> dict:
-        return {"text": text}
+    def delta(self, part: Part | None, calls: int) -> dict:
+        return {"text": part.text if part else ""}
 
     def scores(self, logprobs: Sequence[Logprob], session: Session) -> dict:
         def best_of(score: Logprob) -> dict[str, float] | None:
@@ -398,31 +794,38 @@ class CompletionRequest(GenerationRequest):
 
 
 class TokenizeRequest(ModelRequest):
-    """llama.cpp's request for the ids of a text. What looks like a control token is text."""
+    """llama.cpp's request for the ids of a text, with_pieces: each with its own text."""
 
     content: str
     add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
 
     def answer(self, session: Session, *_) -> Iterator[bytes]:
-        ids = session.tokenizer.encode(self.content, bos=self.add_special)
-        return iter([to_json({"tokens": ids})])
+        tokens = session.tokenizer.encode(self.content, self.add_special, self.parse_special)
+        if self.with_pieces:
+            tokens = [{"id": id, "piece": piece_of(id, session)} for id in tokens]
+        return iter([to_json({"tokens": tokens})])
+
+
+def piece_of(id: int, session: Session) -> str | list[int]:
+    """A token's text or, if it is not whole characters, its bytes."""
+    if name := session.tokenizer.control_names.get(id):
+        return name
+    raw = session.tokenizer.bytes_of(id)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return [*raw]
 
 
 class DetokenizeRequest(ModelRequest):
-    """llama.cpp's request for the text of ids."""
+    """llama.cpp's request for the text of ids, with the names of control tokens."""
 
     tokens: list[int]
 
     def answer(self, session: Session, *_) -> Iterator[bytes]:
-        return iter([to_json({"content": session.tokenizer.decode(self.tokens)})])
-
-
-ENDPOINTS: dict[str, type[ModelRequest]] = {
-    "/chat/completions": ChatCompletionRequest,
-    "/completions": CompletionRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
-}
+        return iter([to_json({"content": session.tokenizer.decode(self.tokens, marks=True)})])
 
 
 def parse_request(body: bytes, kind: type[ModelRequest]) -> ModelRequest:
@@ -437,15 +840,45 @@ def parse_request(body: bytes, kind: type[ModelRequest]) -> ModelRequest:
     for name, value in fields.items():
         if isinstance(value, float) and value.is_integer():  # 5.0 is 5: JSON has one kind of number
             fields[name] = int(value)
+    return checked(fields, kind)
+
+
+def checked(fields: dict, kind: type[ModelRequest]) -> ModelRequest:
+    """Raises APIError."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
         raise first_error(error) from None
 
 
+def with_one_system(messages: list[dict]) -> list[dict]:
+    """Messages as all chat templates take them, where agents put instructions between others: those
+    at the beginning are one system message, and later ones part of the user's message."""
+    settled: list[dict] = []
+    for message in messages:
+        if message["role"] not in ("system", "developer"):
+            settled.append(message)
+            continue
+        begins = all(earlier["role"] == "system" for earlier in settled)
+        role = "system" if begins else "user"
+        if settled and settled[-1]["role"] == role:
+            text = f"{settled[-1]['content']}\n\n{message['content']}"
+            settled[-1] = settled[-1] | {"content": text}
+        else:
+            settled.append(message | {"role": role})
+    return settled
+
+
+def check_chat(fields: dict) -> ChatCompletionRequest:
+    """The chat into which another kind of request was translated; None means absent. Raises
+    APIError."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    return checked(given, ChatCompletionRequest)
+
+
 def first_error(error: ValidationError) -> APIError:
     """What is wrong with the first field that is."""
-    first, *_ = error.errors()
+    first, *_ = error.errors(include_url=False, include_input=False)
     name, *place = first["loc"]
     if name == "messages" and place:
         name = f"messages[{place[0]}]"

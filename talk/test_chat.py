@@ -19,7 +19,7 @@ import pytest
 from hypothesis import strategies as st
 
 import run
-from model import generate
+from engine import generate
 from sampling import Sampling
 from session import Conversation, Session, dropped_part
 from talk import cli as cli_module
@@ -185,6 +185,8 @@ def test_what_a_chat_says(cli, tiny, tmp_path):
         "/regen": "always the same",
         f"/read {notes}": "15 characters, goes before your next message",
         "/set temp 5": "temp 5.0, top_k 40",
+        "/set temperature 6": "temp 6.0, top_k 40",
+        "/set repetition-penalty 2": "repeat_penalty 2.0",
         f"/load {saved}": f"{saved}: 1 turns",
         f"/save {tmp_path / 'new'}": f"saved to {tmp_path / 'new'}",
     }
@@ -221,6 +223,8 @@ def test_chat_errors_end_only_their_turn(cli, tiny, tmp_path):
         "bad": "too bad",
         "/system " + "tell me a tale " * 60: "prompt takes",
         "/REGNE now": "no command /regne: did you mean /regen? /help lists them",
+        "/regenerate": "no command /regenerate: did you mean /regen? /help",
+        "/show info": "no command /show: /help lists them",
         "/read": "/read needs the name of a file",
         "/read nowhere": "nowhere: No such file",
         "/read /dev/zero": "/dev/zero has more than 64,000,000 bytes",
@@ -398,7 +402,7 @@ def test_chat_at_a_terminal(tiny, tmp_path):
 def test_chat_at_a_narrow_terminal(tiny, tmp_path):
     """With a long history of other runs, one line of it cut off, and no colour."""
     (tmp_path / "fused-llama").mkdir()
-    history = '"older"\n' * 1000 + '"good\\nday"\n"half\n"hello"\n'
+    history = '"older"\n' * 1000 + '"good\\nday"\n"half\n42\nnull\n' + "[" * 100_000 + '\n"hello"\n'
     (tmp_path / "fused-llama" / "history").write_text(history)
     flags = ("-m", tiny, "--chat", "--ignore-eos", "-c", 5000)
     person = Person(*flags, XDG_STATE_HOME=str(tmp_path), NO_COLOR="1", columns=20)

@@ -53,21 +53,23 @@ import launch
 import run
 from bits import groups, others
 from bits.int4 import INT4
+from engine import Engine, Sequence, generate
 from formats import Matrix
 from fp8 import E4M3, E5M2
 from launch import tl
 from loading import gguf as ggml
 from loading import random_model
-from loading.checkpoint import Loader, load, read_config
-from loading.layouts import formats_as_stored
+from loading.checkpoint import load, read_config, save
+from loading.loader import Loader
 from loading.names import formats_of
-from loading.save import save
-from model import Config, Llama, State, generate
+from loading.place import Place, formats_as_stored
+from model import Config, Llama
+from passes import Passes
 from ranks import exchange as exchange_module
 from ranks.processes import Ranks
 from sampling import Sampling
 from session import Session
-from speculation.proposals import Speculation
+from speculation.proposals import Proposer
 from tokenizer import TextStream, Tokenizer
 from training import ops as training
 
@@ -154,6 +156,18 @@ FAMILIES = {  # what each adds to Llama 2, as its config.json has it, but small
         num_experts=6, num_experts_per_tok=3, norm_topk_prob=True,
     ),
     "mixtral": dict(model="Mixtral", num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),
+    "phi 4": dict(model="Phi3", num_key_value_heads=2, pad_token_id=None),
+    "granite 3": dict(
+        model="Granite", num_key_value_heads=2, tie_word_embeddings=True, embedding_multiplier=3.0, logits_scaling=2.0,
+        residual_multiplier=0.7, attention_multiplier=0.2, rms_norm_eps=1e-3,
+    ),
+    "seed-oss": dict(model="SeedOss", num_key_value_heads=2, head_dim=24),
+    "ministral 3": dict(
+        model="Ministral3", num_key_value_heads=2, head_dim=24, rope_parameters=dict(
+            rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=128, mscale=1.0,
+            mscale_all_dim=0.5, llama_4_scaling_beta=0.1, beta_fast=32.0, beta_slow=1.0,
+        ),
+    ),
 }  # fmt: skip
 
 UNDIVIDED = "qwen 3 moe, shares of all experts"  # not of those that a token goes through
@@ -185,9 +199,13 @@ def oracle(model, ids: list[int]) -> torch.Tensor:
 @torch.inference_mode()
 def logits_of(model, ids, *sizes: int) -> torch.Tensor:
     """Of all tokens, evaluated so many at a time; all at once if no sizes are given."""
-    state = State(model)
-    ids = torch.as_tensor(ids, device=model.device)
-    return torch.cat([model.forward(part, state).cpu() for part in ids.split(sizes or len(ids))])
+    passes = Passes(model)
+    found = []
+    done = 0
+    for part in torch.as_tensor(ids).split(sizes or len(ids)):
+        found.append(passes.forward(part.tolist(), done).cpu())
+        done += len(part)
+    return torch.cat(found)
 
 
 def logits_of_prompts(model, prompts, *sizes: int) -> torch.Tensor:
@@ -341,24 +359,18 @@ def write(name: str, content: str | bytes):
     return lambda folder: (folder / name).write_bytes(raw)
 
 
-def decode_in_graphs(monkeypatch, prompts: bool = False, ms=itertools.repeat(1.0)) -> None:
-    """Without a GPU, as on one; but graphs run what they would have captured. prompts: whether they
-    are graphs, as well. ms: what is measured between events, in turn."""
+def decode_in_graphs(monkeypatch, ms=itertools.repeat(1.0)) -> None:
+    """Without a GPU, as on one; but graphs run what they would have captured. ms: what is measured
+    between events, in turn."""
 
     def graph(run, device, reset, pool=None) -> SimpleNamespace:
         run()
         reset()
         return SimpleNamespace(replay=run, pool=lambda: None)
 
-    event = SimpleNamespace(record=lambda _: None, synchronize=lambda: None)
-    event.elapsed_time = lambda other: next(ms)
     monkeypatch.setattr(Llama, "uses_graphs", True)
-    if not prompts:
-        monkeypatch.setattr(Llama, "_padded_step", lambda self, T, state: self.step(T, state))
-    for module in ("model", "speculation.proposals"):
-        monkeypatch.setattr(f"{module}.captured", graph)
-    for name, value in (("Event", event), ("synchronize", None), ("current_stream", None)):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)
+    monkeypatch.setattr("passes.captured", graph)
+    monkeypatch.setattr("passes.Moment.since", lambda self, start: next(ms) / 1e3)
 
 
 def examples(count: int, **strategies):
@@ -403,12 +415,64 @@ def read_config_like(**fields) -> Config:
 MOST_PROBABLE = Sampling(temp=0)
 
 
-def greedy(model, prompt: list[int], n: int, state=None, **options) -> list[int]:
-    return list(generate(model, prompt, state, n, Sampling(temp=0), **dict(eos=[]) | options))
+def greedy(model, prompt: list[int], n: int, engine=None, **options) -> list[int]:
+    return list(generate(model, prompt, engine, n, MOST_PROBABLE, **dict(eos=[]) | options))
 
 
-def text_of(model, settings: Sampling, n: int, state=None, **options) -> list[int]:
-    return list(generate(model, [1, 5, 9], state, n, settings, **dict(eos=[]) | options))
+def text_of(model, settings: Sampling, n: int, engine=None, **options) -> list[int]:
+    return list(generate(model, [1, 5, 9], engine, n, settings, **dict(eos=[]) | options))
+
+
+class Written:
+    """A text of an engine whose tokens come as they are asked for: an iterator that ends with the
+    text. options: of Sequence."""
+
+    def __init__(self, engine: Engine, prompt: list[int], ends=lambda token: False, **options):
+        self.engine, self.ends = engine, ends
+        self.tokens, self.scores, self.asked = [], [], 0
+        self.sequence = Sequence(prompt, self.take, **options)
+        engine.add(self.sequence)
+
+    def take(self, token: int, score) -> bool:
+        self.tokens.append(token)
+        self.scores.append(score)
+        return self.ends(token)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> int:
+        self.engine.wait_for(self.sequence, lambda: len(self.tokens) > self.asked)
+        if len(self.tokens) == self.asked:
+            raise StopIteration
+        self.asked += 1
+        return self.tokens[self.asked - 1]
+
+    def close(self) -> None:
+        self.engine.leave(self.sequence)
+
+
+def together(engine: Engine, prompts: list[list[int]], n: int, **options) -> list[list[int]]:
+    """The most probable texts after these prompts, which an engine writes beside each other."""
+    options = dict(n=n, sampling=MOST_PROBABLE) | options
+    texts = [Written(engine, prompt, **options) for prompt in prompts]
+    return [list(text) for text in texts]
+
+
+class Planted(Proposer):
+    """Proposes the texts that will follow, with errors here and there."""
+
+    def __init__(self, n: int):
+        super().__init__(n)
+        self.texts: list[list[int]] = []  # with their prompts
+
+    def propose(self, sequence: Sequence, n: int) -> list[int]:
+        ids = sequence.ids
+        text = next(text for text in self.texts if text[: len(ids)] == ids)
+        coming = text[len(ids) : len(ids) + n]
+        planted = [random.choice([token] * 4 + [7]) for token in coming]
+        planted += [7] * (n - len(planted))
+        return random.choice([planted, []])
 
 
 def other_model(model):
@@ -456,7 +520,7 @@ def dense(m: Matrix) -> Matrix:
 
 
 def mapped(arguments, change):
-    """Arguments of an op with `change` made to all values, also in a layer or a state."""
+    """Arguments of an op with `change` made to all values, also in a layer or a pass."""
     if isinstance(arguments, SimpleNamespace):
         return changed(arguments, **mapped(vars(arguments), change))
     if isinstance(arguments, dict):
@@ -499,6 +563,63 @@ def tensors_in(arguments: tuple) -> dict[str, torch.Tensor]:
     return {name: value for name, value in values.items() if torch.is_tensor(value)}
 
 
+def a_pass(
+    heads: tuple, segments: list[tuple], dtype: torch.dtype, size: int = 0, padding: int = 0
+) -> SimpleNamespace:
+    """A pass of segments, each a number of new tokens and how many tokens of their sequence come
+    before. The sequences lie in the pool in the opposite order, with other texts between. Behind the
+    segments are rows of padding, at the last but one place. Keys and values are those of the second
+    layer of a model."""
+    H, KH, D = heads
+    size = size or max(map(sum, segments)) + 9
+    firsts = [3 + i * (size + 2) for i in reversed(range(len(segments)))]
+    P = -(-(max(firsts) + size + 4) // 16) * 16
+    numbers = partial(torch.tensor, dtype=torch.int32, device=DEVICE)
+    rows, table = [], []
+    for first, (count, before) in zip(firsts, segments):
+        table.append((first, before, len(rows), count))
+        rows += [(first + before + t, before + t) for t in range(count)]
+    rows += [(P - 2, 0)] * padding
+    place, position = zip(*rows)
+    return SimpleNamespace(
+        tokens=torch.randint(0, VOCABULARY, (P,), device=DEVICE).int(),
+        drawn=torch.full((P,), -7, dtype=torch.int32, device=DEVICE),
+        place=numbers(place),
+        position=numbers(position),
+        segments=numbers(table),
+        longest=max(count for count, _ in segments) + padding,
+        size=size,
+        k=(None, randn(KH, P, D, dtype=dtype)),
+        v=(None, randn(KH, P, D, dtype=dtype)),
+        rope=torch.randn(size, D // 2, 2, device=DEVICE),
+        rows=None,
+        feeds=False,
+        norm_eps=1e-5,
+        scratch=launch.Scratch(DEVICE),
+    )
+
+
+def alone(pass_: SimpleNamespace, segment: int) -> SimpleNamespace:
+    """The pass of one of its segments, whose sequence has a pool to itself."""
+    first, start, begin, count = pass_.segments[segment].tolist()
+    run = slice(first, first + pass_.size)
+    position = pass_.position[begin : begin + count]
+    return changed(
+        pass_,
+        tokens=pass_.tokens[run].clone(),
+        place=position.clone(),
+        position=position,
+        segments=torch.tensor([[0, start, 0, count]], dtype=torch.int32, device=DEVICE),
+        longest=count,
+        k=(None, pass_.k[1][:, run].clone()),
+        v=(None, pass_.v[1][:, run].clone()),
+        scratch=launch.Scratch(DEVICE),
+    )
+
+
+VOCABULARY = 101
+
+
 def op_arguments(
     op: str,
     dtype: torch.dtype,
@@ -507,27 +628,23 @@ def op_arguments(
     before: int,
     S: int = 0,
     biased=False,
+    segments: list[tuple] | None = None,
     **layer,
 ) -> tuple[tuple, tuple]:
     """Arguments of an op for `heads` (H, KH, D), and which of them it writes in place, as
-    tensors_in names them. biased: matrices have a bias. layer: fields that not every layer has. It
-    is the second of a model."""
+    tensors_in names them. T tokens after `before` others or, instead, several segments (a_pass).
+    biased: matrices have a bias. layer: fields that not every layer has. It is the second of a
+    model."""
     H, KH, D = heads
-    C, F, V, S = 8 * (2 * H + 1), 52, 101, S or before + T + 9
+    C, F, V = 8 * (2 * H + 1), 52, VOCABULARY
+    segments = segments or [(T, before)]
+    T = sum(count for count, _ in segments)
 
     def matrix(rows: int, columns: int) -> Matrix:
         bias = randn(rows, dtype=dtype, scale=10) if biased else None
         return Matrix(randn(rows, columns, dtype=dtype, scale=columns**-0.5), bias=bias)
 
-    state = SimpleNamespace(
-        tokens=torch.randint(0, V, (S,), device=DEVICE).int(),
-        device_pos=torch.tensor([before], dtype=torch.int32, device=DEVICE),
-        k=(None, randn(KH, S, D, dtype=dtype)),
-        v=(None, randn(KH, S, D, dtype=dtype)),
-        rope=torch.randn(S, D // 2, 2, device=DEVICE),
-        norm_eps=1e-5,
-        scratch=launch.Scratch(DEVICE),
-    )
+    pass_ = a_pass(heads, segments, dtype, S)
     # activations as large as real outliers, or so small that epsilon is most of the sum
     x, norm = randn(T, C, dtype=dtype, scale=3000 if before else 0.003), randn(C, dtype=dtype)
 
@@ -539,15 +656,16 @@ def op_arguments(
     blank = lambda columns, dtype: torch.full((T, columns), NAN, dtype=dtype, device=DEVICE)
     half = functools.partial(randn, dtype=dtype)
     return {
-        "embedding": lambda: ((T, half(V, C), state), ()),
+        "embedding": lambda: ((half(V, C), pass_), ()),
+        "side_by_side": lambda: ((half(V, C), half(2, C), x, pass_), ()),
         "rmsnorm": lambda: ((x, norm, 1e-5), ()),
-        "rmsnorm_qkv_rope": lambda: ((x, qkv(), state), ("2.k", "2.v")),
-        "attention": lambda: ((half(T, H, D), of_layer(), state), ()),
+        "rmsnorm_qkv_rope": lambda: ((x, qkv(), pass_), ("2.k", "2.v")),
+        "attention": lambda: ((half(T, H, D), of_layer(), pass_), ()),
         "linear_add": lambda: ((half(T, F), matrix(C, F), half(T, C)), ("2.",)),
         "linear_store": lambda: ((half(T, F), matrix(C, F), blank(C, dtype)), ("2.",)),
-        "rmsnorm_swiglu": lambda: ((x, ffn(), state), ()),
+        "rmsnorm_swiglu": lambda: ((x, ffn(), pass_), ()),
         "rmsnorm_linear": lambda: (
-            (x, norm, matrix(V, C), state, blank(V, torch.float32)),
+            (x, norm, matrix(V, C), pass_, blank(V, torch.float32)),
             ("4.",),
         ),
     }[op]()
@@ -565,26 +683,24 @@ def equals_reference(op: str, draws: list[tuple], written: tuple, limit: float) 
         mine, exact = cloned(arguments), cloned(as_fp32(arguments))
         right, ours = getattr(kernels.reference, op)(*exact), getattr(kernels.fused, op)(*mine)
         mine, exact, before = tensors_in(mine), tensors_in(exact), tensors_in(arguments)
-        new = slice(None)
-        if op == "rmsnorm_qkv_rope":
-            start = int(arguments[2].device_pos)
-            new = slice(start, start + len(ours))
+        caches = op == "rmsnorm_qkv_rope"  # are written, at some places only
+        new = arguments[2].place.long() if caches else slice(None)
         pairs = {"y": (ours, right)}
         for name in written:
             pairs[name] = (mine[name][:, new].clone(), exact[name][:, new])
-            if new.stop:  # other positions
+            if caches:
                 mine[name][:, new] = before[name][:, new]
         for name, (a, b) in pairs.items():
             assert a.shape == b.shape
             errors.setdefault(name, []).append(nmse(a, b))
         for name, was in before.items():
-            same = name in written and new.stop is None or torch.equal(mine[name], was)
+            same = name in written and not caches or torch.equal(mine[name], was)
             assert same, f"{op} changed {name} where it should not"
     for name, found in errors.items():
         assert sum(found) / len(found) < limit, (op, name, found)
 
 
-def state_of_experts(k: int, norm_topk: bool = True, eps: float = 1e-5) -> SimpleNamespace:
+def pass_of_experts(k: int, norm_topk: bool = True, eps: float = 1e-5) -> SimpleNamespace:
     options = dict(norm_eps=eps, norm_topk=norm_topk, scratch=launch.Scratch(DEVICE))
     return SimpleNamespace(experts_per_token=k, **options)
 
@@ -592,7 +708,7 @@ def state_of_experts(k: int, norm_topk: bool = True, eps: float = 1e-5) -> Simpl
 def expert_arguments(
     T: int, E: int, k: int, C: int, F: int, dtype=torch.float32, format=None
 ) -> tuple:
-    """x, a layer with experts, and a state."""
+    """x, a layer with experts, and a pass."""
     matrix = lambda N, K: Matrix(randn(N, K, dtype=dtype, scale=K**-0.5))
     layer = SimpleNamespace(
         ffn_norm=(torch.rand(C, device=DEVICE) + 0.5).to(dtype),
@@ -601,16 +717,16 @@ def expert_arguments(
         w13=encoded(matrix(E * 2 * F, C), format),
         w2=encoded(matrix(E * C, F), format),
     )
-    return randn(T, C, dtype=dtype), layer, state_of_experts(k)
+    return randn(T, C, dtype=dtype), layer, pass_of_experts(k)
 
 
 def experts_errors(arguments: tuple, dtype: torch.dtype, accumulate: str) -> tuple[float, float]:
     """Of the fused ops rmsnorm_swiglu and linear_add, each against its reference in fp32."""
-    x, layer, state = arguments
+    x, layer, pass_ = arguments
     exact, exact_layer = as_fp32((x, layer))
     fused = kernels.ops("triton", accumulate)
-    routes = fused.route(x, layer, state)
-    chosen = kernels.reference.route(exact, exact_layer, state)
+    routes = fused.route(x, layer, pass_)
+    chosen = kernels.reference.route(exact, exact_layer, pass_)
     T, k = chosen.ids.shape
     # a prompt's logits are products of 16 bits, so that experts which nearly tie may change places
     same = (routes.ids == chosen.ids).double().mean()
@@ -618,8 +734,8 @@ def experts_errors(arguments: tuple, dtype: torch.dtype, accumulate: str) -> tup
     assert torch.allclose(
         routes.weights, chosen.weights, atol=1e-2 if T > experts.MAX_FEW else 1e-5
     )
-    h = fused.rmsnorm_swiglu(x, layer, state, routes)
-    right = kernels.reference.rmsnorm_swiglu(exact, exact_layer, state, routes)
+    h = fused.rmsnorm_swiglu(x, layer, pass_, routes)
+    right = kernels.reference.rmsnorm_swiglu(exact, exact_layer, pass_, routes)
     residual = randn(T, x.shape[1], dtype=dtype, scale=0.1)
     added = kernels.reference.linear_add(h.float(), exact_layer.w2, residual.float(), routes)
     y = fused.linear_add(h, layer.w2, residual, routes)
@@ -637,19 +753,43 @@ def check_experts(arguments: tuple, dtype: torch.dtype, form) -> None:
 
 
 def check_attention(
-    heads: tuple, T: int, before: int, kv_fp8=False, runs=1, dtype=torch.float16
+    heads: tuple,
+    T: int,
+    before: int,
+    kv_fp8=False,
+    runs=1,
+    dtype=torch.float16,
+    segments: list[tuple] | None = None,
+    padding: int = 0,
 ) -> None:
-    """It equals its reference, whatever comes after the T tokens or was left in scratch."""
-    q, layer, state = op_arguments("attention", dtype, heads, T, before)[0]
+    """It equals the reference of each sequence alone, whatever lies elsewhere in the pool or was
+    left in scratch; rows of padding become 0, whatever they were."""
+    H, KH, D = heads
+    pass_ = a_pass(heads, segments or [(T, before)], dtype, padding=padding)
+    q = randn(len(pass_.place), H, D, dtype=dtype)
+    caches = [pass_.k[1], pass_.v[1]]
     if kv_fp8:
-        state.k = (None, E4M3.round(state.k[1]))
-        state.v = (None, E4M3.round(state.v[1]))
-    for cached in (state.k[1], state.v[1]):
-        cached[:, before + T :] = 0x7F if kv_fp8 else torch.nan
-    exact = attention.attention_ref(q.float(), layer, state)
+        caches = [E4M3.round(cache) for cache in caches]
+    elsewhere = torch.ones(caches[0].shape[1], dtype=torch.bool, device=DEVICE)
+    for first, start, _, count in pass_.segments.tolist():
+        elsewhere[first : first + start + count] = False
+    for cache in caches:
+        cache[:, elsewhere] = 0x7F if kv_fp8 else torch.nan
+    pass_.k, pass_.v = ((None, cache) for cache in caches)
+    layer = SimpleNamespace(index=1)
+    exact = []
+    for i, (_, _, begin, count) in enumerate(pass_.segments.tolist()):
+        rows = q[begin : begin + count].float()
+        exact.append(attention.attention_ref(rows, layer, alone(pass_, i)))
+    exact = torch.cat(exact)
+    q[len(exact) :] = torch.nan
+    together = attention.attention_ref(q.float(), layer, pass_)
+    assert nmse(together[: len(exact)], exact) < 1e-10
+    assert not together[len(exact) :].any()
     for _ in range(runs):
-        error = nmse(attention.attention(q, layer, state), exact)
-        assert error < ONE_UNIT[dtype], (T, before)
+        y = attention.attention(q, layer, pass_)
+        assert nmse(y[: len(exact)], exact) < ONE_UNIT[dtype], (T, before, segments)
+        assert not y[len(exact) :].any(), "padding is not 0"
 
 
 @launch.jit
@@ -700,6 +840,33 @@ def with_dense_weights(model) -> None:
 
 
 @functools.cache
+def random_matrix(format, N: int, K: int, bias: torch.Tensor | None = None) -> Matrix:
+    """Where a format keeps what others have quantised: random codes and numbers of groups."""
+    if not isinstance(format, others.FileGroups):
+        weights = randn(N, K, dtype=torch.float32, scale=K**-0.5)
+        if format is not others.E4M3_128:
+            return Matrix(format.encode(weights), format, bias=bias)
+        weights = Matrix(E4M3.encode(weights), E4M3)
+        rows = formats.Quantised(weights.data.cpu(), weights.tensors[1].cpu().repeat(1, K // 128))
+    else:
+        shape = N, K // format.group
+        least, most = {4: (0, 16), 6: (0, 32), 8: (-127, 128)}[format.bits]
+        numbers = dict(scale=torch.rand(shape) + 0.5)
+        if isinstance(format.scaling, others.Zero):
+            numbers["zero"] = torch.randint(0, 16, shape).float()
+        elif type(format.scaling) is not others.Scaling:
+            numbers["minimum"] = torch.randn(shape)
+        if isinstance(format.scaling, others.Parts | others.PartsOf16):
+            each = 16 if isinstance(format.scaling, others.PartsOf16) else 32
+            parts = torch.randint(1, 64, (2, N, K // each)).float()
+            numbers["parts"] = tuple(parts)
+        rows = formats.Quantised(torch.randint(least, most, (N, K), dtype=torch.int8), **numbers)
+    out = format.empty(N, K, torch.device("cpu"))
+    format.write(rows, out)
+    out[-1].mul_(K**-0.5 / format.decoded(out).square().mean().sqrt())
+    return Matrix(tuple(t.to(DEVICE) for t in out), format, bias=bias)
+
+
 def int4_matrix(N: int, K: int) -> Matrix:
     torch.manual_seed(5)
     w = torch.randn(N, K, device=DEVICE) * torch.logspace(-4, 2, N, device=DEVICE)[:, None]
@@ -723,10 +890,10 @@ CHATS, TEXTS_AT = "/v1/chat/completions", "/v1/completions"
 class Server:
     """A server in a process of its own, which has no client but the tests."""
 
-    def __init__(self, *flags, launcher=(sys.executable,)):
+    def __init__(self, *flags, launcher=(sys.executable,), **options):
         command = [*launcher, HERE / "serve.py", *flags, "--port", 0, "--device", "cpu"]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
-        options = dict(stderr=subprocess.PIPE, text=True, env=environment)
+        options |= dict(stderr=subprocess.PIPE, text=True, env=environment)
         self.process = subprocess.Popen([*map(str, command)], **options)
         self.lines = []
         while not self.lines or not self.lines[-1].startswith("serving"):
@@ -781,10 +948,13 @@ class Server:
 
 @pytest.fixture(scope="session")
 def server():
-    with Server("-m", TALES, "--queue", 1, "--cors", "https://example.org") as served:
+    with Server("-m", TALES, "-np", 1, "--queue", 1, "--cors", "https://example.org") as served:
         yield served
-        accessed = re.compile(r'127\.0\.0\.1:\d+ - "[A-Z]+ \S+ HTTP/1\.1" \d{3}\n')
-        strange = [line for line in served.lines[3:] if not accessed.fullmatch(line)]
+        accessed = r'127\.0\.0\.1:\d+ - "[A-Z]+ \S+ HTTP/1\.1" \d{3}\n'
+        speeds = r"\d+ tokens(, [\d.]+ tokens/s)?(; prompt: .* s)?\n"
+        no_tools = "note: the chat template knows no tools: it is not told of those of requests\n"
+        known = re.compile(f"{accessed}|{speeds}|{no_tools}")
+        strange = [line for line in served.lines[3:] if not known.fullmatch(line)]
         assert not strange, "the server's log has lines that are no request: mend what wrote them"
 
 
@@ -1110,8 +1280,9 @@ def stored(content: bytes, file: Path) -> None:
 
 INDEX = "model.safetensors.index.json"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 999\n"
-# at the start of a block; others have one, Q6_K's is the last
-HALVES = {"Q4_1": 2, "Q5_1": 2, "Q4_K": 2, "Q5_K": 2}
+# in a block: how many, if not one, and where they begin, if not at its start
+HALVES = {"Q4_1": 2, "Q5_1": 2, "Q4_K": 2, "Q5_K": 2, "Q2_K": 2}
+HALVES_AT = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}
 ALPHABET = tokenizers.pre_tokenizers.ByteLevel.alphabet()
 BYTES = {  # a vocabulary of one token a byte
     "tokenizer.ggml.model": "gpt2",
@@ -1131,7 +1302,9 @@ GGUF_KEYS = {
     "attention.head_count_kv": "num_key_value_heads", "attention.value_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps", "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_feed_forward_length": "moe_intermediate_size", "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
 }  # fmt: skip
 SCALING_KEYS = {
     "type": "rope_type", "factor": "factor", "yarn_beta_fast": "beta_fast",
@@ -1154,7 +1327,7 @@ def random_blocks(number: int, N: int, K: int, std: float = 0.1) -> torch.Tensor
     """Rows of blocks of random bits, but for scales that give the values this deviation."""
     kind, count = ggml.TYPES[number], HALVES.get(ggml.TYPES[number].name, 1)
     blocks = torch.randint(256, (N, K // kind.block, kind.nbytes), dtype=torch.uint8)
-    start, scales = 208 if kind.name == "Q6_K" else 0, torch.randn(N, K // kind.block, count)
+    start, scales = HALVES_AT.get(kind.name, 0), torch.randn(N, K // kind.block, count)
     for size in (1, None):
         size = size or std / numpy.std(dequantised(number, blocks.view(N, -1)).numpy())
         blocks[..., start : start + 2 * count] = (size * scales).half().view(torch.uint8)
@@ -1223,8 +1396,11 @@ def loader_of(model, format="held", ranks: Ranks = Ranks()) -> Loader:
         formats = formats_as_stored(model.checkpoint.tensors, c, 8)
     else:
         formats = formats_of(c, format)
-    types = (torch.float32, torch.float32, torch.device("cpu"))
-    return Loader(model.checkpoint, *types, formats, "torch", ranks, quiet=True)
+    place = Place(
+        config=c, device=torch.device("cpu"), backend="torch", dtype=torch.float32,
+        matrix_dtype=torch.float32, formats=formats, ctx_size=1,
+    )  # fmt: skip
+    return Loader(model.checkpoint, place, ranks, quiet=True)
 
 
 def loaded(model, format="held", ranks: Ranks = Ranks()):
@@ -1261,20 +1437,42 @@ def codes_of(
     return codes, scale, zero, values.flatten(1)
 
 
-def always(speculation: Speculation) -> Speculation:
-    speculation.pacer.ready = lambda: True
-    return speculation
+def always(proposer: Proposer) -> Proposer:
+    proposer.pacer.ready = lambda: True
+    return proposer
+
+
+class OneAtATime(Llama):
+    """A model that evaluates its tokens one at a time: the sums are then in the same order whatever a
+    pass has beside a token, and the logits equal to the last bit. Otherwise two tokens tied to within
+    rounding may change places."""
+
+    def forward(self, pass_, logits: torch.Tensor) -> torch.Tensor:
+        wanted = [*range(len(pass_.place))] if pass_.rows is None else pass_.rows.tolist()
+        for first, start, begin, count in pass_.segments.tolist():
+            for i in range(count):
+                row = begin + i
+                alone = SimpleNamespace(**vars(pass_))
+                alone.place = pass_.place[row : row + 1]
+                alone.position = pass_.position[row : row + 1]
+                alone.segments = torch.tensor([[first, start + i, 0, 1]], dtype=torch.int32)
+                alone.longest, alone.rows = 1, None
+                alone.kept = [(layer, state[row : row + 1]) for layer, state in pass_.kept]
+                found = super().forward(alone, logits.new_empty(1, logits.shape[1]))
+                if row in wanted:
+                    logits[wanted.index(row)] = found[0]
+        return logits
+
+
+def one_at_a_time(model: Llama) -> Llama:
+    model.__class__ = OneAtATime
+    return model
 
 
 def exact_model(tiny, ctx_size: int, device="cpu"):
-    """A model that on a CPU evaluates its tokens one at a time: the sums are then in the same order
-    whatever is proposed, and the logits equal to the last bit. Otherwise two tokens tied to within
-    rounding may change places."""
+    """On a CPU, one that evaluates its tokens one at a time."""
     model = load(tiny, dtype="fp32", device=device, ctx_size=ctx_size)
-    single = model.evaluate
-    if model.device.type == "cpu":
-        model.evaluate = lambda T, cache: torch.cat([single(1, cache) for _ in range(T)])
-    return model
+    return one_at_a_time(model) if model.device.type == "cpu" else model
 
 
 @pytest.fixture(scope="session")

@@ -8,12 +8,12 @@ import torch
 import transformers
 
 import bench
+from engine import Engine
 from fp8 import E4M3
 from kernels import FORMATS
 from loading import random_model
-from loading.checkpoint import load
+from loading.checkpoint import load, open_tokenizer
 from loading.names import formats_of, weight_bytes
-from model import State
 from talk import bench_flags
 from tests.helpers import (
     NAN,
@@ -32,7 +32,6 @@ from tests.helpers import (
     tiny_llama,
     train_sentencepiece,
 )
-from tokenizer import Tokenizer
 
 
 def test_bench_rows_by_hand(monkeypatch, capsys):
@@ -77,19 +76,24 @@ def test_bench_counts_the_experts_of_a_token():
 def test_bench_speeds_by_hand(tiny_model, monkeypatch):
     """By a clock: a prompt in half a second, each step in 9, but 90 while it is warmed up. Only the
     new tokens count, and no more are evaluated."""
-    seen, prefill, speeds = [], tiny_model.prefill, bench.prompt_speeds
-    measured = lambda ids, *to: seen.append(len(ids)) or prefill(ids, *to)
-    monkeypatch.setattr(bench, "wall_times", lambda run, *_: [run() or 0.5, run() or 0.25])
-    monkeypatch.setattr(tiny_model, "prefill", measured)
-    state = State(tiny_model)
-    assert speeds(tiny_model, state, bench_flags.Test("pp", 12, 48), 2) == [24.0, 48.0]
-    assert seen == [48, 12, 12] and state.pos == 60
-    assert speeds(tiny_model, state, bench_flags.Test("pp", 12, 0), 2) == [24.0, 48.0]
-    assert seen[3:] == [12, 12] and state.pos == 12
+    seen, engine, speeds = [], Engine(tiny_model), bench.prompt_speeds
+    evaluate = engine.passes.evaluate_prompt
+    measured = lambda ids, start, first: (
+        seen.append((start, len(ids))) or evaluate(ids, start, first)
+    )
+    timed = lambda run, *_: [run().sum() * 0 + 0.5, run().sum() * 0 + 0.25]
+    monkeypatch.setattr(bench, "wall_times", timed)
+    monkeypatch.setattr(engine.passes, "evaluate_prompt", measured)
+    assert speeds(engine, bench_flags.Test("pp", 12, 48), 2) == [24.0, 48.0]
+    assert seen == [(0, 48), (48, 12), (48, 12)]
+    assert speeds(engine, bench_flags.Test("pp", 12, 0), 2) == [24.0, 48.0]
+    assert seen[3:] == [(0, 12), (0, 12)]
     for depth in (0, 7):
-        decode_in_graphs(monkeypatch, ms=itertools.chain([90_000.0] * 5, [9000.0] * 99))
-        found = bench.generation_speeds(tiny_model, state, bench_flags.Test("tg", 5, depth), 3)
-        assert found == [pytest.approx(1 / 9)] * 3 and state.pos == max(depth, 1) + 5
+        # the prompt, and five tokens
+        decode_in_graphs(monkeypatch, ms=itertools.chain([90_000.0] * 6, [9000.0] * 99))
+        found = bench.generation_speeds(engine, bench_flags.Test("tg", 5, depth), 3)
+        assert found == [pytest.approx(1 / 9)] * 3
+        assert len(engine.slots[0].tokens) == max(depth, 1) + 5
 
 
 def test_bench_quality_by_hand():
@@ -211,9 +215,9 @@ def test_bench_perplexity_without_a_bos(bench_cli, copy, tmp_path):
     train_sentencepiece(copy, bos_id=-1)
     for name in ("config.json", "generation_config.json"):
         edit(copy / name, bos_token_id=None)
-    ids = Tokenizer(copy).encode(TEXT)
+    ids = open_tokenizer(copy).encode(TEXT)
     (tmp_path / "text").write_text(TEXT)
-    (tmp_path / "two").write_text(Tokenizer(copy).decode(ids[:2]))
+    (tmp_path / "two").write_text(open_tokenizer(copy).decode(ids[:2]))
     flags = ("-m", copy, "--device", "cpu", "-o", "json", "--perplexity")
     (row,) = rows_of(bench_cli(*flags, tmp_path / "text"))
     loss = torch.nn.functional.cross_entropy(

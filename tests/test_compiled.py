@@ -33,6 +33,7 @@ from tests.helpers import (
     HERE,
     OPS,
     OWN,
+    a_pass,
     blank,
     changed,
     encoded,
@@ -79,27 +80,48 @@ def launch_ops(names, dtype, T: int, heads=(8, 8, 128), format=None, ops=kernels
 
 
 def launch_attention(dtype: torch.dtype) -> None:
-    """With one token, a few and a prompt; also of a cache in 8 bits."""
+    """With one token, a few and a prompt; also of a cache in 8 bits, and of several segments."""
     attend = partial(launch_ops, ["attention"], dtype)
     for T, heads in ((1, (8, 8, 128)), (3, (16, 2, 128)), (512, (8, 8, 128))):
         attend(T, heads)
+    attend(1, (16, 2, 128), segments=[(16, 300), (1, 0)])
+    attend(1, (8, 8, 128), segments=[(1, 300)] * 16)
     if dtype == torch.float16:
         for T, heads in ((96, (8, 8, 128)), (1, (4, 2, 256)), (96, (4, 2, 256))):
             attend(T, heads)
         attend(96, ops=kernels.ops("triton", "fp16"))
     k, v = (torch.zeros(8, 500, 64, dtype=torch.int8) for _ in range(2))
     for T in (1, 96):
-        x, layer, state = op_arguments("rmsnorm_qkv_rope", dtype, (8, 8, 64), T, 300, 500)[0]
-        state = changed(state, k=(None, k), v=(None, v))
-        q = kernels.fused.rmsnorm_qkv_rope(x, layer, state)
-        kernels.fused.attention(q, layer, state)
-    attention.decode_caches(k, v, state.device_pos, 96, dtype)
+        x, layer, pass_ = op_arguments("rmsnorm_qkv_rope", dtype, (8, 8, 64), T, 300, 500)[0]
+        pass_ = changed(pass_, k=(None, k), v=(None, v))
+        q = kernels.fused.rmsnorm_qkv_rope(x, layer, pass_)
+        kernels.fused.attention(q, layer, pass_)
+    attention.decode_caches(k, v, pass_.segments, 96, dtype)
+    if launch.capability(DEVICE) == 90:  # the prompts of others read the codes
+        q, layer, pass_ = op_arguments("attention", dtype, (8, 8, 128), 512, 300)[0]
+        k, v = (pass_.k[1].to(torch.int8) for _ in range(2))
+        kernels.fused.attention(q, layer, changed(pass_, k=(None, k), v=(None, v)))
 
 
 def launch_linear_add(dtype: torch.dtype, T: int, format, bias=None) -> None:
     w = replace(blank(48, 1024, format, dtype), bias=bias)
     x, residual = torch.zeros(T, 1024, dtype=dtype), torch.zeros(T, 48, dtype=dtype)
     kernels.fused.linear_add(x, w, residual)
+
+
+def launch_many(dtype: torch.dtype, format) -> None:
+    """Every epilogue of a product of many tokens, in matrices that Hopper's kernel takes."""
+    T, C, H, D = 30, 256, 2, 64
+    x, norm = torch.zeros(T, C, dtype=dtype), torch.zeros(C, dtype=dtype)
+    _, layer, state = op_arguments("rmsnorm_qkv_rope", dtype, (H, H, D), T, 300, 500)[0]
+    wqkv, w13 = (blank(N, C, format, dtype) for N in (3 * H * D, 96))
+    layer = changed(layer, attention_norm=norm, ffn_norm=norm, wqkv=wqkv, w13=w13)
+    cached = [torch.zeros(H, 500, D, dtype=torch.int8) for _ in range(2)]
+    for k, v in ((state.k[1], state.v[1]), cached):
+        in_types = changed(state, k=(None, k), v=(None, v))
+        kernels.fused.rmsnorm_qkv_rope(x, layer, in_types)
+    kernels.fused.rmsnorm_swiglu(x, layer, state)
+    kernels.fused.rmsnorm_linear(x, norm, w13, state, torch.zeros(T, 96))
 
 
 def launch_exchange(dtype: torch.dtype, format) -> None:
@@ -118,19 +140,20 @@ def launch_exchange(dtype: torch.dtype, format) -> None:
 
 
 def launch_experts(dtype: torch.dtype, T: int, format) -> None:
-    x, layer, state = expert_arguments(T, 6, 2, 512, 256, dtype)
+    x, layer, pass_ = expert_arguments(T, 6, 2, 512, 256, dtype)
     layer.w13, layer.w2 = blank(6 * 512, 512, format, dtype), blank(6 * 512, 256, format, dtype)
-    routes = kernels.fused.route(x, layer, state)
-    h = kernels.fused.rmsnorm_swiglu(x, layer, state, routes)
+    routes = kernels.fused.route(x, layer, pass_)
+    h = kernels.fused.rmsnorm_swiglu(x, layer, pass_, routes)
     kernels.fused.linear_add(h, layer.w2, x, routes)
 
 
 def launch_products(dtype: torch.dtype) -> None:
-    """With one token, a few and a prompt; with norms of heads, other ranks and experts."""
+    """With one token, a few, many and a prompt; with norms of heads, other ranks and experts."""
     for T in (1, 3, 96):
         launch_ops([op for op in OPS if op != "attention"], dtype, T)
-    for T, format in itertools.product((1, 3, 60), (INT4, E4M3)):
+    for T, format in itertools.product((1, 3, 60, 96), (INT4, E4M3)):
         launch_linear_add(dtype, T, format)
+    launch_many(dtype, INT4)
     qk_norm = torch.zeros(2, 128, dtype=dtype)
     for T in (1, 96):
         launch_ops(["rmsnorm_qkv_rope"], dtype, T, (8, 2, 128), qk_norm=qk_norm)
@@ -144,7 +167,7 @@ def launch_products(dtype: torch.dtype) -> None:
 def launch_8_bit_floats() -> None:
     """What else depends on how their matrices are decoded and multiplied."""
     dtype = torch.float16
-    for T, format in itertools.product((1, 3, 60), (E4M3, E5M2, others.E4M3_128)):
+    for T, format in itertools.product((1, 3, 60, 96), (E4M3, E5M2, others.E4M3_128)):
         launch_linear_add(dtype, T, format)
     launch_linear_add(dtype, 13, E4M3)
     launch_ops(["rmsnorm_qkv_rope", "rmsnorm_linear"], dtype, 1, format=E4M3)
@@ -156,7 +179,7 @@ def launch_8_bit_floats() -> None:
 def launch_formats() -> None:
     """Matrices in all other formats."""
     dtype = torch.float16
-    for T, format in itertools.product((1, 3, 60), (OWN, *FILE_FORMATS)):
+    for T, format in itertools.product((1, 3, 60, 96), (OWN, *FILE_FORMATS)):
         launch_linear_add(dtype, T, format)
     for T, format in ((1, None), (1, INT4), (3, INT4)):  # a kernel each
         launch_linear_add(dtype, T, format, bias=torch.zeros(48, dtype=dtype))
@@ -168,15 +191,19 @@ def launch_formats() -> None:
 
 
 def launch_sampling() -> None:
-    ids = [torch.zeros(512, dtype=torch.int32) for _ in range(2)]
-    one = torch.zeros(1, dtype=torch.int32)
     penalised = dict(temp=0, repeat_penalty=1.1)
     # rows and logits of each: parts of 4096 have fewer logits than a program has threads
     cases = [(1, 32000, more) for more in (dict(), penalised, dict(top_k=1000), dict(top_p=1))]
     cases += [(1, 4096, dict()), (5, 32000, dict(top_k=0, top_p=1))]
     for rows, V, settings in cases:
-        sampler = Sampler(DEVICE, Sampling(**settings))
-        kernels.fused.sample(torch.zeros(rows, V), *ids, one, sampler)
+        pass_ = a_pass((1, 1, 8), [(1, 300)] * rows, torch.float16, 512)
+        pass_.sampler = Sampler(DEVICE, rows)
+        pass_.feeds = rows == 1
+        every = torch.full((rows, V // 32), -1, dtype=torch.int32)
+        pass_.sampler.set([Sampling(**settings)] * rows, every if settings == penalised else None)
+        kernels.fused.sample(torch.zeros(rows, V), pass_)
+        pass_.rows = torch.arange(rows)
+        kernels.fused.sample(torch.zeros(rows, V), pass_)
 
 
 def compile_kernels(arch: int) -> None:

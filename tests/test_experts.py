@@ -10,6 +10,7 @@ import torch
 import experts
 import kernels
 import products
+from bits import others
 from bits.int4 import INT4
 from cards import sizes as launch_sizes
 from formats import Matrix
@@ -18,7 +19,9 @@ from tests.helpers import (
     DEVICE,
     INF,
     NAN,
+    ON_GPU,
     ONE_UNIT,
+    as_fp32,
     check_experts,
     dense,
     exchanges_of,
@@ -26,8 +29,9 @@ from tests.helpers import (
     experts_errors,
     needs_gpu,
     nmse,
+    pass_of_experts,
     randn,
-    state_of_experts,
+    random_matrix,
 )
 
 
@@ -42,20 +46,43 @@ def test_experts_equal_their_reference(dtype, form, T, guarded):
     shapes += [(4, 3, 64, 1024)] if form is INT4 and T == 1 else []  # blocks of several experts
     shapes += [(6, 1, 40, 52)] if form is None else []
     for E, k, C, F in shapes:
-        x, layer, state = expert_arguments(T, E, k, C, F, dtype, form)
+        x, layer, pass_ = expert_arguments(T, E, k, C, F, dtype, form)
         x[:, 0] = 3.0
         layer.router.data[1, 0] = 30.0
         layer.router.data[2, 0] = -30.0
-        check_experts((x, layer, state), dtype, form)
+        check_experts((x, layer, pass_), dtype, form)
     guarded()
 
 
 @pytest.mark.parametrize(
-    "sizes", [(16, 32, 16, 4, 1), (32, 64, 128, 2, 3), (128, 16, 32, 4, 2)], ids=str
+    "sizes", [(16, 32, 16, 4, 1, 1), (32, 64, 128, 2, 3, 1), (128, 16, 32, 4, 2, 1)], ids=str
 )
-def test_grouped_products_do_not_depend_on_launch_sizes(sizes, monkeypatch):
-    monkeypatch.setattr(experts, "grouped_sizes", lambda *_: launch_sizes.GroupedSizes(*sizes))
+def test_products_with_experts_do_not_depend_on_launch_sizes(sizes, monkeypatch):
+    monkeypatch.setattr(experts, "many_sizes", lambda *_: launch_sizes.ManySizes(*sizes))
     check_experts(expert_arguments(40, 5, 2, 72, 88, torch.float16), torch.float16, None)
+
+
+@pytest.mark.parametrize("form", [INT4, E4M3, others.Q4_K], ids=lambda form: form.name)
+def test_numbers_of_slots(form):
+    """Experts that nobody chose, and blocks of slots that are just full or one more."""
+    E, C, F, dtype = 7, 256, 256, torch.float16
+    counts = [0, 1, 15, 16, 17, 300 if ON_GPU else 40, 2]
+    T = sum(counts)
+    ids = torch.arange(E, dtype=torch.int32).repeat_interleave(torch.tensor(counts))
+    ids = ids[torch.randperm(T)].view(T, 1).to(DEVICE)
+    order = ids.flatten().sort(stable=True).indices.int()
+    counts = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+    routes = experts.Routes(ids, torch.rand(T, 1, device=DEVICE), order, counts)
+    _, layer, state = expert_arguments(1, E, 1, C, F, dtype)
+    layer.w13, layer.w2 = (random_matrix(form, E * N, K) for N, K in ((2 * F, C), (C, F)))
+    x, h = randn(T, C, dtype=dtype), randn(T, 1, F, dtype=dtype)
+    exact, exact_layer = as_fp32((x, layer))
+    y = kernels.rmsnorm_swiglu(x, layer, state, routes, accumulate="fp32")
+    right = kernels.rmsnorm_swiglu_ref(exact, exact_layer, state, routes)
+    assert nmse(y, right) < 2e-5
+    y = kernels.linear_add(h, layer.w2, torch.zeros_like(x), routes, accumulate="fp32")
+    right = kernels.linear_add_ref(h.float(), exact_layer.w2, torch.zeros_like(exact), routes)
+    assert nmse(y, right) < 2e-5
 
 
 @needs_gpu
@@ -64,7 +91,7 @@ def test_8_bit_tensor_cores_multiply_a_prompt_with_experts(form):
     """Activations, and the weights of INT4, are rounded to E4M3: see the test of dense products."""
     if E4M3.on(DEVICE) is not E4M3_NATIVE:
         pytest.skip("this GPU has none")
-    arguments = expert_arguments(80, 7, 3, 256, 320, torch.float16, form)
+    arguments = expert_arguments(160, 7, 3, 256, 320, torch.float16, form)
     errors = experts_errors(arguments, torch.float16, "auto")
     assert all(2.0**-14 < error < 2.0**-8 for error in errors), errors
 
@@ -72,8 +99,8 @@ def test_8_bit_tensor_cores_multiply_a_prompt_with_experts(form):
 def test_many_slots_are_sorted():
     """More than a program takes at once."""
     T, E, k = 300, 20, 8
-    x, layer, state = expert_arguments(T, E, k, 16, 16)
-    routes = kernels.fused.route(x, layer, state)
+    x, layer, pass_ = expert_arguments(T, E, k, 16, 16)
+    routes = kernels.fused.route(x, layer, pass_)
     ids = routes.ids.flatten()
     assert torch.equal(routes.order, ids.sort(stable=True).indices.int())
     assert torch.equal(routes.counts, ids.bincount(minlength=E).int())
@@ -81,12 +108,12 @@ def test_many_slots_are_sorted():
 
 def test_norm_that_a_format_moves_and_the_router(monkeypatch):
     """What fit_norm takes out of ffn_norm for w13, the router's logits get back."""
-    x, layer, state = expert_arguments(3, 5, 2, 64, 64, format=E4M3)
-    before = kernels.reference.route(x, layer, state)
+    x, layer, pass_ = expert_arguments(3, 5, 2, 64, 64, format=E4M3)
+    before = kernels.reference.route(x, layer, pass_)
     layer.router_gain = products.fit_norm(layer.ffn_norm, layer.w13)
     assert layer.router_gain < 1
     for ops, rows in itertools.product((kernels.reference, kernels.fused), (3, 1)):
-        after = ops.route(x[:rows].contiguous(), layer, state)
+        after = ops.route(x[:rows].contiguous(), layer, pass_)
         assert torch.equal(after.ids, before.ids[:rows])
         assert torch.allclose(after.weights, before.weights[:rows], rtol=1e-3)
 
@@ -123,7 +150,7 @@ def routes_of(logits: torch.Tensor, k: int, ops=kernels.fused, norm_topk=True):
         router=Matrix((logits.t() / T**0.5).contiguous().to(DEVICE)),
         router_gain=1.0,
     )
-    return ops.route(torch.eye(T, device=DEVICE), layer, state_of_experts(k, norm_topk, eps=0.0))
+    return ops.route(torch.eye(T, device=DEVICE), layer, pass_of_experts(k, norm_topk, eps=0.0))
 
 
 @pytest.mark.parametrize("ops", [kernels.reference, kernels.fused], ids=["torch", "triton"])

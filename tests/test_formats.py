@@ -20,11 +20,11 @@ from formats import Matrix
 from fp8 import E4M3, E5M2
 from kernels import FORMATS
 from launch import tl
-from loading.checkpoint import load
+from loading.checkpoint import load, save
 from loading.place import pick_dtype
-from loading.save import save
 from tests.helpers import (
     DEVICE,
+    FILE_FORMATS,
     FLOATS_8,
     INF,
     NAN,
@@ -44,6 +44,7 @@ from tests.helpers import (
     nmse,
     op_arguments,
     randn,
+    random_matrix,
     with_dense_weights,
 )
 
@@ -167,10 +168,10 @@ def test_products_in_half_precision_with_large_norms(peak):
         x, plain = x.half().to(DEVICE), (norm.float(), dense(w))
         products.fit_norm(norm, w)
         assert norm.max() <= products.NORM_LIMIT
-        state = SimpleNamespace(norm_eps=1e-5)
+        pass_ = SimpleNamespace(norm_eps=1e-5)
         out, exact = (torch.empty(1, 16, device=DEVICE) for _ in range(2))
-        kernels.rmsnorm_linear_ref(x.float(), *plain, state, exact)
-        assert nmse(kernels.rmsnorm_linear(x, norm, w, state, out), exact) < ONE_UNIT[torch.float16]
+        kernels.rmsnorm_linear_ref(x.float(), *plain, pass_, exact)
+        assert nmse(kernels.rmsnorm_linear(x, norm, w, pass_, out), exact) < ONE_UNIT[torch.float16]
 
 
 def test_kernels_encode_as_torch_does():
@@ -198,24 +199,26 @@ def test_kernels_encode_as_torch_does():
 def test_ops_on_an_8_bit_cache(dtype, heads, T):
     """The reference of the QKV op writes the nearest codes, its kernel the same, except where it
     rounds the other way; attention reads them exactly."""
-    x, layer, state = op_arguments("rmsnorm_qkv_rope", dtype, heads, T, 40)[0]
-    caches = [E4M3.round(state.k[1]), E4M3.round(state.v[1])]
+    x, layer, pass_ = op_arguments("rmsnorm_qkv_rope", dtype, heads, T, 40)[0]
+    caches = [E4M3.round(pass_.k[1]), E4M3.round(pass_.v[1])]
+    new = pass_.place.long()
+    elsewhere = torch.ones(caches[0].shape[1], dtype=torch.bool, device=DEVICE)
+    elsewhere[new] = False
     ours, exact = cloned(caches), cloned(caches)
-    unrounded = [state.k[1].float(), state.v[1].float()]
-    with_caches = lambda k, v: changed(state, k=(None, k), v=(None, v))
+    unrounded = [pass_.k[1].float(), pass_.v[1].float()]
+    with_caches = lambda k, v: changed(pass_, k=(None, k), v=(None, v))
     kernels.fused.rmsnorm_qkv_rope(x, layer, with_caches(*ours))
     for held in (exact, unrounded):
         kernels.reference.rmsnorm_qkv_rope(as_fp32(x), as_fp32(layer), with_caches(*held))
     floats = attention.cached_ref
     for mine, theirs, nearest, before in zip(ours, exact, unrounded, caches):
         assert torch.equal(theirs, E4M3.round(nearest))
-        for elsewhere in (slice(40), slice(40 + T, None)):
-            assert torch.equal(mine[:, elsewhere], before[:, elsewhere]), "other positions changed"
+        assert torch.equal(mine[:, elsewhere], before[:, elsewhere]), "other places changed"
         off, size = (floats(mine) - floats(theirs)).abs(), floats(theirs).abs()
         # before rope, where terms may cancel
-        rounded = 2 * torch.finfo(dtype).eps * size[:, 40 : 40 + T].max()
+        rounded = 2 * torch.finfo(dtype).eps * size[:, new].max()
         assert (off <= 2.0**-3 * size + 2.0**-9 + rounded).all(), "more than the next code"
-        assert (off[:, 40 : 40 + T] > 0).double().mean() < 0.2
+        assert (off[:, new] > 0).double().mean() < 0.2
     check_attention(heads, T, 40, kv_fp8=True, dtype=dtype)
 
 
@@ -251,6 +254,30 @@ def test_activations_as_codes():
     assert nmse(E4M3.floats(codes), nearest) < 1e-5
 
 
+@pytest.mark.parametrize("form", [*FORMATS.values(), *FILE_FORMATS, OWN], ids=lambda f: f.name)
+def test_many_tokens(form):
+    """Tiles of rows and blocks of tokens that are not full; matrices for which several programs
+    share a tile on Hopper, and which its own kernel does not take; each epilogue."""
+    dtype = torch.float16
+    draws = [(17, 200, 2048), (64, 68, 1024)] + (
+        [(100, 400, 768), (33, 128, 2304)] if ON_GPU else []
+    )
+    for T, N, K in draws:
+        w = random_matrix(form, N, K, bias=randn(N, dtype=dtype))
+        exact_w = dense(w)
+        x, norm = randn(T, K, dtype=dtype), torch.rand(K, device=DEVICE).to(dtype) + 0.5
+        residual = randn(T, N, dtype=dtype)
+        layer = SimpleNamespace(ffn_norm=norm, w13=w)
+        exact_layer = SimpleNamespace(ffn_norm=norm.float(), w13=exact_w)
+        state = SimpleNamespace(norm_eps=1e-5)
+        y = kernels.linear_add(x, w, residual.clone(), accumulate="fp32")
+        right = kernels.linear_add_ref(x.float(), exact_w, residual.float())
+        assert nmse(y, right) < 1e-5, (T, N, K)
+        y = kernels.rmsnorm_swiglu(x, layer, state, accumulate="fp32")
+        right = kernels.rmsnorm_swiglu_ref(x.float(), exact_layer, state)
+        assert nmse(y, right) < 2e-5, (T, N, K)
+
+
 @pytest.mark.parametrize("K", [96, 4448])
 def test_int4_recoded_as_e4m3(K):
     N = 67  # which the rows of a program do not divide
@@ -267,7 +294,7 @@ def test_bytes_of_a_copy_that_a_prompt_needs(grouped_folder, monkeypatch):
     by one, unless enough tokens share them."""
     model = load(grouped_folder, device="cpu", dtype="fp32", format="int4")
     largest = 2 * 128 * 64  # w1 and w3
-    assert model._prompt_memory(0) == 4 * largest
+    assert model.prompt_memory(0) == 4 * largest
     N, K = 96, 256
     w = Matrix(torch.zeros(N, K, dtype=torch.float16, device=DEVICE))
     in_fp16, in_e4m3 = 2 * N * K, N * K + 4 * N
@@ -281,17 +308,21 @@ def test_bytes_of_a_copy_that_a_prompt_needs(grouped_folder, monkeypatch):
         (m,) = encoded([w], format)
         for accumulate, size in (("auto", auto), ("fp32", fp32)):
             assert products.copy_bytes(m, torch.float16, accumulate) == size, (format, accumulate)
+        coded = lambda device, bits, kind, each: each >= 16  # instead of launch sizes
+        monkeypatch.setattr(experts, "many_sizes", coded)
         of_experts = [experts.copy_bytes(m, "auto", each) for each in (15, 16)]
         assert of_experts == [0, in_e4m3 if format is INT4 else 0], format
         assert experts.copy_bytes(m, "fp32", 16) == 0
-    assert model._prompt_memory(0) == largest + 4 * 2 * 128
+    assert model.prompt_memory(0) == largest + 4 * 2 * 128
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_decoded_caches(dtype):
+    """Of a sequence in the pool, as far as its segment sees them."""
     codes = torch.arange(-128, 128, device=DEVICE).to(torch.int8)
     caches = codes.repeat(2, 2, 500, 1).view(2, 2, 4000, 32).unbind()
-    pos = torch.tensor([1000], dtype=torch.int32, device=DEVICE)
-    for codes, values in zip(caches, attention.decode_caches(*caches, pos, 17, dtype)):
-        exact, values = attention.cached_ref(codes)[:, :1017].to(dtype), values[:, :1017]
-        assert exact.isnan().any() and values.nan_to_num(7.0).equal(exact.nan_to_num(7.0))
+    segments = torch.tensor([[501, 1000, 0, 17]], dtype=torch.int32, device=DEVICE)
+    for codes, values in zip(caches, attention.decode_caches(*caches, segments, 2000, dtype)):
+        exact, ours = attention.cached_ref(codes)[:, 501:1518].to(dtype), values[:, :1017]
+        assert values.shape == (2, 2000, 32)
+        assert exact.isnan().any() and ours.nan_to_num(7.0).equal(exact.nan_to_num(7.0))

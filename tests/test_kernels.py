@@ -3,6 +3,7 @@
 import functools
 import inspect
 import itertools
+import random
 from functools import partial
 from types import SimpleNamespace
 
@@ -24,6 +25,8 @@ from tests.helpers import (
     ON_GPU,
     ONE_UNIT,
     OPS,
+    alone,
+    as_fp32,
     changed,
     check_attention,
     check_experts,
@@ -69,6 +72,42 @@ def test_op_equals_its_reference(dtype, heads, T, before, op, guarded):
     guarded(allocates=op not in given_output)
 
 
+SEVERAL = [
+    [(1, 0), (1, 5), (1, 40)],  # several texts that decode
+    [(1, 40), (4, 5), (2, 0)],  # with proposals
+    [(9, 5), (1, 40), (6, 0), (4, 1)],  # more than few tokens
+]
+
+
+def several(length: int = 60) -> list[tuple]:
+    """Random segments."""
+    counts = random.choices((1, 1, 2, 3, 5), k=random.randint(2, 5))
+    return [(count, random.randrange(length)) for count in counts]
+
+
+@pytest.mark.parametrize("op", ["embedding", "rmsnorm_qkv_rope", "attention"])
+@pytest.mark.parametrize("segments", [*SEVERAL, "random"], ids=str)
+@pytest.mark.parametrize("dtype, heads", DTYPE_AND_HEADS, ids=str)
+def test_op_of_several_segments(dtype, heads, segments, op, guarded):
+    """The others do not depend on what the rows are."""
+    segments = several() if segments == "random" else segments
+    arguments, written = op_arguments(op, dtype, heads, 0, 5, segments=segments)
+    limit = ONE_UNIT[dtype] * (2.5**2 if op == "rmsnorm_qkv_rope" else 1)
+    equals_reference(op, [arguments], written, limit)
+    guarded()
+    # the reference of all of them is that of each sequence alone
+    *exact, pass_ = as_fp32(arguments)
+    own = [alone(pass_, i) for i in range(len(segments))]
+    right = getattr(kernels.reference, op)(*exact, pass_)
+    for i, (first, _, begin, count) in enumerate(pass_.segments.tolist()):
+        rows, run = slice(begin, begin + count), slice(first, first + pass_.size)
+        if op != "embedding":
+            exact[0] = as_fp32(arguments)[0][rows]
+        assert nmse(getattr(kernels.reference, op)(*exact, own[i]), right[rows]) < 1e-10
+        for cache, theirs in ((pass_.k, own[i].k), (pass_.v, own[i].v)):
+            assert nmse(theirs[1], cache[1][:, run]) < 1e-10
+
+
 @pytest.mark.parametrize("T, before", TOKENS_AND_BEFORE)
 @pytest.mark.parametrize("dtype, heads", DTYPE_AND_HEADS, ids=str)
 def test_op_equals_its_reference_with_bias_and_norms(dtype, heads, T, before, guarded):
@@ -79,6 +118,7 @@ def test_op_equals_its_reference_with_bias_and_norms(dtype, heads, T, before, gu
     cases += [
         ("rmsnorm_qkv_rope", dict(qk_norm=qk_norm, biased=biased)) for biased in (False, True)
     ]
+    cases += [("rmsnorm_qkv_rope", dict(qk_norm=qk_norm, attention_norm=None))]  # as in heads
     for (op, extra), format in itertools.product(cases, (None, E4M3) if T < 17 else (None,)):
         # with what the one before left in scratch. Sums in half precision, which a GPU makes of a
         # token's packed products, leave an error that differs between draws
@@ -92,12 +132,13 @@ def test_op_equals_its_reference_with_bias_and_norms(dtype, heads, T, before, gu
 @pytest.mark.parametrize("T", [1, 3, 17])
 def test_qkv_into_caches_of_2_31_values(T):
     """Of which only a few pages are touched."""
-    x, layer, state = op_arguments("rmsnorm_qkv_rope", torch.float16, (1, 1, 64), T, 5, S=100)[0]
-    small = [torch.zeros(1, 100, 64, dtype=torch.int8, device=DEVICE) for _ in range(2)]
+    x, layer, pass_ = op_arguments("rmsnorm_qkv_rope", torch.float16, (1, 1, 64), T, 5, S=100)[0]
+    small = [torch.zeros(1, 112, 64, dtype=torch.int8, device=DEVICE) for _ in range(2)]
     large = [torch.empty(1, 1 << 25, 64, dtype=torch.int8, device=DEVICE) for _ in range(2)]
     for k, v in (small, large):
-        kernels.fused.rmsnorm_qkv_rope(x, layer, changed(state, k=(None, k), v=(None, v)))
-    assert all(torch.equal(a[:, 5 : 5 + T], b[:, 5 : 5 + T]) for a, b in zip(small, large))
+        kernels.fused.rmsnorm_qkv_rope(x, layer, changed(pass_, k=(None, k), v=(None, v)))
+    new = pass_.place.long()
+    assert all(torch.equal(a[:, new], b[:, new]) for a, b in zip(small, large))
 
 
 @pytest.mark.parametrize("T, sizes", [
@@ -124,7 +165,8 @@ def test_products_do_not_depend_on_launch_sizes(T, sizes, monkeypatch):
     ((2, 2, 16), (64, 16, 4, 1, 0)), ((8, 1, 32), (1, 32, 4, 2, 64)), ((4, 2, 136), (1, 32, 4, 2, 64)),
 ], ids=str)  # fmt: skip
 def test_attention_does_not_depend_on_launch_sizes(heads, sizes, monkeypatch):
-    monkeypatch.setattr(attention, "split_sizes", lambda *_: launch_sizes.SplitSizes(*sizes))
+    for kind in ("single_row_sizes", "split_sizes"):
+        monkeypatch.setattr(attention, kind, lambda *_: launch_sizes.SplitSizes(*sizes))
     for T, before in ((1, 0), (1, 200), (3, 150)):
         check_attention(heads, T, before, runs=2)
 
@@ -145,6 +187,33 @@ def test_attention_of_few_rows(kv_fp8, heads, sizes, monkeypatch):
 
 
 @pytest.mark.parametrize("kv_fp8", [False, True])
+@pytest.mark.parametrize("heads", [(2, 2, 16), (4, 1, 24), (8, 1, 64), (2, 2, 128)], ids=str)
+def test_attention_of_several_segments(heads, kv_fp8):
+    """Short and long ones, with one block of positions, several of a split, and several splits; also
+    more rows of a key/value head than a program of the ordinary kernel takes."""
+    lengths = (0, 1, 15, 63, 64, 300, 700) if ON_GPU else (0, 15, 63, 130)
+    cases = [
+        [(1, before) for before in lengths],
+        [(random.choice((1, 2, 5)), before) for before in lengths],
+        [(11, 5), (1, 40), (2, 90)],
+        several(300),
+    ]
+    for segments in cases:
+        check_attention(heads, 0, 0, kv_fp8, runs=2, segments=segments)
+
+
+@pytest.mark.parametrize("kv_fp8", [False, True])
+@pytest.mark.parametrize("heads", [(2, 2, 64), (4, 1, 24), (4, 2, 128)], ids=str)
+def test_attention_of_padding(heads, kv_fp8):
+    """In a few rows, in a block of a prompt with tokens, and in blocks of its own."""
+    cases = [(1, 40, 7), (5, 0, 3), (30, 90, 2), (65, 62, 63), (70, 5, 200)]
+    if ON_GPU:
+        cases += [(500, 0, 12), (513, 300, 127), (513, 5000, 500), (1, 130, 600), (600, 40, 40)]
+    for T, before, padding in cases:
+        check_attention(heads, T, before, kv_fp8, padding=padding)
+
+
+@pytest.mark.parametrize("kv_fp8", [False, True])
 @pytest.mark.parametrize("start_pos", [0, 1, 62, 63, 126, 5000] if ON_GPU else [0, 62])
 @pytest.mark.parametrize("heads", [(2, 2, 64), (4, 1, 24), (4, 2, 128), (2, 1, 136)], ids=str)
 def test_attention_of_a_prompt(heads, start_pos, kv_fp8):
@@ -157,20 +226,20 @@ def test_attention_of_a_prompt(heads, start_pos, kv_fp8):
 @pytest.mark.parametrize("before", [0, 30, 700])
 def test_attention_of_one_token_in_bf16_on_a_cpu(heads, before):
     """torch's own function; numbers that are not finite stay so."""
-    q, layer, state = op_arguments("attention", torch.bfloat16, heads, 1, before)[0]
-    tensors = [t.cpu() for t in (q, state.k[1], state.v[1])]
+    q, layer, pass_ = op_arguments("attention", torch.bfloat16, heads, 1, before)[0]
+    tensors = [t.cpu() for t in (q, pass_.k[1], pass_.v[1])]
     for cached in tensors[1:]:
-        cached[:, before + 1 :] = torch.nan
+        cached[:, int(pass_.place) + 1 :] = torch.nan
 
     def attend(q, k, v):
-        caches = dict(k=(None, k), v=(None, v), device_pos=state.device_pos.cpu())
-        return attention.attention_ref(q, layer, changed(state, **caches))
+        return attention.attention_ref(q, layer, changed(pass_, k=(None, k), v=(None, v)))
 
     exact = attend(tensors[0].float(), *tensors[1:])
     assert nmse(attend(*tensors), exact) < ONE_UNIT[torch.bfloat16]
     for which, bad in ((0, NAN), (0, INF), (0, -INF), (1, NAN), (2, NAN), (2, INF)):
         spoiled = [t.clone() for t in tensors]
-        spoiled[which][0, 0, 3] = bad
+        first = int(pass_.segments[0, 0]) if which else 0
+        spoiled[which][0, first, 3] = bad
         assert not attend(*spoiled).isfinite().all(), (which, bad)
 
 
@@ -180,8 +249,8 @@ def test_attention_of_one_token_in_bf16_on_a_cpu(heads, before):
 ])  # fmt: skip
 def test_reference_attention_takes_a_prompt_in_blocks(limit, value, blocks, monkeypatch):
     """Whose masks are small however long the context is."""
-    q, layer, state = op_arguments("attention", torch.float32, (4, 2, 16), 70, 30)[0]
-    whole = attention.attention_ref(q, layer, state)
+    q, layer, pass_ = op_arguments("attention", torch.float32, (4, 2, 16), 70, 30)[0]
+    whole = attention.attention_ref(q, layer, pass_)
     masks, attend = [], torch.nn.functional.scaled_dot_product_attention
 
     def watched(*heads, attn_mask):
@@ -190,7 +259,7 @@ def test_reference_attention_takes_a_prompt_in_blocks(limit, value, blocks, monk
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
     monkeypatch.setattr(attention, limit, value)
-    assert nmse(attention.attention_ref(q, layer, state), whole) < 1e-10
+    assert nmse(attention.attention_ref(q, layer, pass_), whole) < 1e-10
     assert masks == blocks
 
 
@@ -202,16 +271,17 @@ def test_half_sums_saturate_and_do_not_hide_nan():
     q, k, v = full((T, H, D), 200.0), full((H, 128, D), 100.0), full((H, 128, D), 100.0)
     k[:, :5], v[:, 5:] = -100.0, 900.0
     ops = kernels.ops("triton", "fp16")
-    x, pos = full((T, 64), 1.0), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    x = full((T, 64), 1.0)
     rope = torch.full((T, D // 2, 2), 0.5**0.5, device=DEVICE)
-    state = SimpleNamespace(k=[k], v=[v], device_pos=pos, rope=rope, norm_eps=0.0)
-    state.scratch = launch.Scratch(DEVICE)
+    pass_ = SimpleNamespace(k=[k], v=[v], rope=rope, norm_eps=0.0, longest=T)
+    pass_.segments = torch.tensor([[0, 0, 0, T]], dtype=torch.int32, device=DEVICE)
+    pass_.place = pass_.position = torch.arange(T, dtype=torch.int32, device=DEVICE)
     wqkv = Matrix(full((3 * H * D, 64), 65504 / 64), bias=full((3 * H * D,), 65504.0))
     layer = SimpleNamespace(index=0, attention_norm=x[0].clone(), wqkv=wqkv)
     layer.qk_norm = None
-    y = ops.attention(q, layer, state)
+    y = ops.attention(q, layer, pass_)
     assert torch.isfinite(y).all() and (y[8:] > 890).all()
-    ops.rmsnorm_qkv_rope(x, layer, state)
+    ops.rmsnorm_qkv_rope(x, layer, pass_)
     for cache in (k, v):
         assert torch.isfinite(cache[:, :T]).all() and cache[:, :T].max() == 65504
     sizes = dict(BLOCK=1024, FP16_SUMS=True)

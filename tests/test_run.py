@@ -3,11 +3,13 @@
 import io
 import itertools
 import json
+import os
 import random
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -18,12 +20,15 @@ from tqdm import tqdm
 import bench
 import kernels
 import run
-from loading import config as config_module
-from loading.checkpoint import load
+import serve
+from engine import Engine, Timings, generate
+from loading.checkpoint import Checkpoint, load, open_tokenizer
 from loading.place import DTYPES
-from model import PROMPT_CHUNK, Llama, State, Timings, generate
+from model import Llama
+from passes import PROMPT_CHUNK
 from sampling import Sampling
 from session import Session
+from settings import DTYPE_NAMES, FORMAT_NAMES
 from talk import chat as chat_module
 from talk import cli as cli_module
 from tests.helpers import (
@@ -41,7 +46,6 @@ from tests.helpers import (
     program,
     train_sentencepiece,
 )
-from tokenizer import Tokenizer
 
 
 def test_stdout_has_only_the_text(cli, tiny):
@@ -75,11 +79,12 @@ def test_what_is_said_of_a_run(tiny_session, tiny, monkeypatch):
     assert Session(tiny, device="cpu", **options).types() == types
     usage = SimpleNamespace(ru_maxrss=1_500_000)
     monkeypatch.setattr(run.resource, "getrusage", lambda who: usage)
-    timings = Timings(100, 0.5, new_tokens=21, steps=20, step_seconds=4.0)
+    counts = dict(passes=9, proposed=36, accepted=11)
+    timings = Timings(100, 0.5, new_tokens=21, steps=20, step_seconds=4.0, **counts)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 2_500_000_000)
     proposals = SimpleNamespace(summary=lambda: "proposals 3 passes")
     session = SimpleNamespace(
-        timings=timings, load_seconds=1.254, speculation=proposals, types=lambda: "fp32",
+        timings=timings, load_seconds=1.254, engine=SimpleNamespace(proposer=proposals), types=lambda: "fp32",
         model=SimpleNamespace(device=torch.device("cuda")),
     )  # fmt: skip
     assert run.closing(session).splitlines() == [
@@ -92,11 +97,12 @@ def test_what_is_said_of_a_run(tiny_session, tiny, monkeypatch):
     generation = SimpleNamespace(text="a", ended_by="eos", prompt_tokens=120, timings=timings)
     assert chat_module.record(generation) == dict(
         text="a", ended_by="eos", prompt_tokens=120, evaluated_tokens=100, new_tokens=21,
-        prompt_seconds=0.5, generation_seconds=4.0, tokens_per_s=5.0,
+        prompt_seconds=0.5, generation_seconds=4.0, tokens_per_s=5.0, passes=9, proposed_tokens=36,
+        accepted_tokens=11,
     )  # fmt: skip
     speed = "21 tokens, 5.0 tokens/s; prompt: 100 of 120 tokens evaluated in 0.50 s"
     assert chat_module.speed(generation) == speed
-    assert timings + timings == Timings(200, 1.0, 42, 40, 8.0)
+    assert timings + timings == Timings(200, 1.0, 42, 40, 8.0, 18, 72, 22)
     session.timings = generation.timings = Timings(100, 0.5, new_tokens=1)  # the prompt's own
     prompt, generated = run.closing(session).splitlines()[1:3]
     assert prompt == "prompt    100 tokens in 500.0 ms, 200.0 tokens/s"
@@ -145,9 +151,9 @@ def test_sampling_of_the_checkpoint(cli, copy):
     assert run("--top-p", 0.5)[0] == 0, "what a flag overrides is not judged"
     edit(file, temperature=0.6, top_p=0.9, top_k=-1, min_p=0.2)
     expected = dict(temp=0.6, top_k=-1, top_p=0.9, min_p=0.2, repeat_penalty=1.5, repeat_last_n=-1)
-    assert config_module.read_sampling(copy) == expected
+    assert Checkpoint(copy).sampling() == expected
     edit(file, do_sample=False)
-    assert config_module.read_sampling(copy)["temp"] == 0, "as transformers generates"
+    assert Checkpoint(copy).sampling()["temp"] == 0, "as transformers generates"
 
 
 def test_penalty_of_the_checkpoint_equals_transformers(tmp_path):
@@ -182,17 +188,36 @@ def test_settings_that_are_not_supported(cli, copy):
 @pytest.mark.parametrize("fields, size, context", [
     ({}, None, "256,"), ({}, 0, "256,"), ({}, 16, "16,"),
     ({}, 257, "257 (beyond the model's 256: expect nonsense there),"),
-    (dict(max_position_embeddings=5000), None, "4096,"), (dict(max_position_embeddings=5000), 0, "5000,"),
+    (dict(max_position_embeddings=5000), None, "5000,"), (dict(max_position_embeddings=9999), None, "8192,"),
+    (dict(max_position_embeddings=5000), 0, "5000,"),
     (dict(model_type="mistral", max_position_embeddings=8192), None, "4096,"),
     (dict(model_type="mistral", sliding_window=99), 99, "99,"),
+    (dict(model_type="mistral", sliding_window=99), None, "99,"),
     (dict(model_type="mistral", sliding_window=None), 5000, "5000 (beyond the model's 256: "),
 ])  # fmt: skip
 def test_size_of_the_context(cli, copy, fields, size, context):
-    """If none is given, the model's own, but at most 4096; of 0, the model's own, however large."""
+    """If none is given, the model's own, but at most 8192; of 0, the model's own, however large."""
     edit(copy / "config.json", **fields)
     flags = [] if size is None else ["-c", size]
     code, _, err = cli("-m", copy, "-p", "Once", "-n", 1, *flags)
     assert code == 0 and f", context {context}" in err
+
+
+def test_context_beyond_the_window(cli, copy):
+    edit(copy / "config.json", model_type="mistral", sliding_window=64)
+    said = cli("-m", copy, "-p", "Once", "-c", 65, "--quiet", "--no-display-prompt")
+    assert_refused(said, "sliding_window is 64: a ctx_size of 65")
+
+
+def test_a_prompt_with_a_bos_of_its_own(cli, tiny):
+    """It stays, as in other programs."""
+    run_with = lambda prompt: cli("-m", tiny, "-p", prompt, "-n", 1, "-o", "jsonl")
+    (_, once, said), (_, twice, noted) = run_with("a"), run_with("<s>a")
+    counts = [objects(out)[0]["prompt_tokens"] for out in (once, twice)]
+    assert counts[1] == counts[0] + 1
+    assert "the prompt begins with a bos of its own" in noted and "of its own" not in said
+    chat = cli("-m", tiny, "--chat", "-p", "<s>a", "-n", 1, "-o", "jsonl")[1]
+    assert objects(chat)[0]["prompt_tokens"] > counts[1] + 2, "in a chat it is text"
 
 
 def test_jsonl_says_why_a_text_ended(cli, tiny):
@@ -200,7 +225,7 @@ def test_jsonl_says_why_a_text_ended(cli, tiny):
     text_of = lambda *more: objects(cli(*flags, *more)[1])[0]
     code, out, err = cli(*flags, "-n", 12)
     (whole,) = objects(out)
-    length = len(Tokenizer(tiny).encode("Once"))
+    length = len(open_tokenizer(tiny).encode("Once"))
     assert code == 0 and err == "" and whole["ended_by"] == "length" and whole["new_tokens"] == 12
     assert whole["prompt"] == "Once"
     assert whole["prompt_tokens"] == whole["evaluated_tokens"] == length
@@ -220,7 +245,7 @@ def test_jsonl_says_why_a_text_ended(cli, tiny):
 
 def test_what_ends_a_text(cli, copy):
     """An eos that the tokenizer does not flag as special has a text, which is not shown."""
-    tokenizer = Tokenizer(copy)
+    tokenizer = open_tokenizer(copy)
     ids = greedy(load(copy, device="cpu"), tokenizer.encode("Once"), 12)
     end = max(set(ids), key=ids.index)  # the last to appear for the first time
     edit(copy / "generation_config.json", eos_token_id=[2, end])
@@ -234,22 +259,23 @@ def test_what_ends_a_text(cli, copy):
 
 def test_prompt_asked_again(tiny_model, monkeypatch):
     """Its logits are kept: evaluated by itself, the last token would be rounded otherwise."""
-    state, prompt = State(tiny_model), [1, 5, 9, 7]
-    texts = [list(generate(tiny_model, prompt, state, n=n, eos=[])) for n in (6, 3)]
+    engine, prompt = Engine(tiny_model), [1, 5, 9, 7]
+    texts = [list(generate(tiny_model, prompt, engine, n=n, eos=[])) for n in (6, 3)]
     assert texts[1] == texts[0][:3]
     evaluated = []
     with monkeypatch.context() as patch:
-        patch.setattr(tiny_model, "prefill", lambda tokens, *_: evaluated.extend(tokens))
-        list(generate(tiny_model, prompt, state, n=1, eos=[]))
-    assert not evaluated and state.pos == len(prompt)
-    list(generate(tiny_model, prompt, state, n=5, eos=[]))
+        patch.setattr(tiny_model, "forward", lambda *_: evaluated.append(1))
+        list(generate(tiny_model, prompt, engine, n=1, eos=[]))
+    (slot,) = engine.slots
+    assert not evaluated and slot.tokens == prompt
+    list(generate(tiny_model, prompt, engine, n=5, eos=[]))
     prompt += texts[0][:2]  # a list that the caller goes on using
     new = list(generate(tiny_model, prompt, n=3, eos=[]))
-    assert list(generate(tiny_model, prompt, state, n=3, eos=[])) == new
+    assert list(generate(tiny_model, prompt, engine, n=3, eos=[])) == new
     other = [1, 5, 9, 8]
     new = list(generate(tiny_model, other, n=3, eos=[]))
-    assert list(generate(tiny_model, other, state, n=3, eos=[])) == new
-    assert state.reuse([1, 5, 9]) == 2, "logits behind three tokens are not known"
+    assert list(generate(tiny_model, other, engine, n=3, eos=[])) == new
+    assert slot.common([1, 5, 9]) == 2, "logits behind three tokens are not known"
 
 
 def test_progress_of_a_long_prompt(cli, tiny, monkeypatch):
@@ -259,7 +285,7 @@ def test_progress_of_a_long_prompt(cli, tiny, monkeypatch):
     monkeypatch.setattr("talk.chat.show", lambda text: ends.append(shown.getvalue()[-1]))
     monkeypatch.setitem(PROMPT_CHUNK, "cpu", 16)
     assert cli("-m", tiny, "-p", "fox " * 40, "-n", 1, "-c", 300)[0] == 0
-    length = len(Tokenizer(tiny).encode("fox " * 40))
+    length = len(open_tokenizer(tiny).encode("fox " * 40))
     bars = [int(done) for done in re.findall(rf"\rprompt: .*?(\d+)/{length} \[", shown.getvalue())]
     assert [*dict.fromkeys(bars)] == [*range(16, length, 16)] and bars[-1] + 16 >= length > 64
     assert {*ends} == {"\r"}, "a bar is cleared before text comes"
@@ -339,12 +365,13 @@ def test_flags_that_are_not_given():
     expected = dict(
         n_predict=-1, stop=[], ignore_eos=False, no_escape=False, min_p=None, repeat_last_n=None,
         temp=None, top_k=None, top_p=None, repeat_penalty=None, ctx_size=None, dtype="auto",
-        format=None, kv_fp8=False, device="auto", threads=None, lookup=None, draft_max=4,
+        json_schema=None, grammar=None,
+        format=None, kv_fp8=False, device="auto", threads=None, lookup=None, draft_max=4, draft_always=False,
         mode="text", output="text", quiet=False, model=str(cli_module.DEFAULT_MODEL),
     )  # fmt: skip
     assert {name: args[name] for name in expected} == expected
     usual = dict(temp=0.8, top_k=40, top_p=0.95, min_p=0.05, repeat_penalty=1, repeat_last_n=64)
-    assert vars(Sampling()) == usual | {"seed": 0}
+    assert vars(Sampling()) == usual | dict(presence_penalty=0, frequency_penalty=0, seed=0)
     seeds = {run.parse_args(flags).seed for flags in ([], [], ["-s", "-1"], ["-s", "-1"])}
     assert len(seeds) == 4 and min(seeds) >= 0, "a random seed is another one each time"
     assert run.parse_args(["--fp8"]).format == "e4m3"
@@ -352,7 +379,8 @@ def test_flags_that_are_not_given():
     zeros = "--temp 0 --top-k 0 --top-p 0 --min-p 0 --repeat-last-n 0 -s 0 -n 0 -p x".split()
     names = ("temp", "top_k", "top_p", "min_p", "repeat_last_n", "seed")
     assert run.sampling_flags(run.parse_args(zeros)) == dict.fromkeys(names, 0)
-    assert run.text_options(run.parse_args(zeros)) == dict(n=0, stop=[], ignore_eos=False)
+    options = dict(n=0, stop=[], ignore_eos=False, schema=None)
+    assert run.text_options(run.parse_args(zeros)) == options
     words = r"--no-escape --chat -p \n -sys \n --stop \n".split()
     literal = run.parse_args(words)
     assert literal.prompt == literal.system == r"\n" and literal.stop == [r"\n"]
@@ -367,6 +395,7 @@ def test_flags_that_are_not_given():
     (run.main, "--int4 --fp8", "both say"),
     (run.main, "--lookup 2 --draft x", "--lookup and --draft both propose tokens; use one"),
     (run.main, "--chat -sys a -sysf b", "both give a system prompt; use one"),
+    (run.main, "-p a -j {} --grammar-file b", "--json-schema and --grammar-file both say what the text has to be"),
     (run.main, "-p a -f b", "--prompt and --file both give a prompt; use one"),
     (run.main, "--draft-max 8 -p a", "--draft-max is for --draft"),
     (run.main, "--seed 1e99", "-s/--seed: 1e99: must be a whole number "),
@@ -377,9 +406,11 @@ def test_flags_that_are_not_given():
     (run.main, "--fp8 --save=", "-m or --save is empty"),
     (run.main, "-m=", "-m or --save is empty"),
     (run.main, "-n5", "unknown flag -n5: did you mean -n? "),  # to argparse, -n with the value 5
-    (bench.main, "text", "unexpected argument 'text' "),
+    (bench.main, "text", "unexpected argument 'text': write -m 'text'"),
     (run.main, "--mod x", "unknown flag --mod"),  # an abbreviation of --model
     (run.main, "text", "unexpected argument 'text': write -p 'text'"),
+    (run.main, "models/tales", "unexpected argument 'models/tales': write -m 'models/tales'"),
+    (serve.main, "models/tales", "unexpected argument 'models/tales': write -m 'models/tales'"),
     (run.main, "-\x1b", "unknown flag -?"),
 ])  # fmt: skip
 def test_wrong_usage_exits_2_in_one_line(monkeypatch, capfd, main, flags, said):
@@ -407,12 +438,45 @@ def test_bad_input_is_one_line_of_error(cli, tiny, arguments, stdin, expected):
     assert_refused(cli("-m", tiny, "--quiet", *alone, *arguments, stdin=stdin), expected)
 
 
+def test_ids_beyond_the_vocabulary(cli, copy):
+    """They are ignored with a note of one line, as in other programs."""
+    edit(copy / "generation_config.json", bos_token_id=-7, eos_token_id=[2, 9999])
+    code, _, said = cli("-m", copy, "-p", "a", "-n", 1)
+    assert code == 0
+    for name in "config.json: bos_token_id is -7;", "config.json: eos_token_id is [2, 9999];":
+        [line] = [line for line in said.splitlines() if name in line]
+        assert line.startswith("note: ") and line.endswith("does not have are ignored")
+    assert cli("-m", copy, "-p", "a", "-n", 1, "--quiet")[2] == ""
+
+
+def test_names_of_ollama(cli, tmp_path, monkeypatch):
+    """Where its file lies is said."""
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
+    media = "application/vnd.ollama.image."
+    layers = [
+        dict(mediaType=media + "license", digest="sha256:1"),
+        dict(mediaType=media + "model", digest="sha256:2"),
+    ]
+    library = tmp_path / "manifests/registry.ollama.ai/library/llama3.2"
+    library.mkdir(parents=True)
+    (library / "latest").write_text(json.dumps({"layers": layers}))
+    (library / "odd").write_text('{"layers": 5}')
+    for name in "llama3.2", "llama3.2:latest":
+        assert_refused(
+            cli("-m", name, "-p", "a"), f"Ollama has {name}: write -m {tmp_path}/blobs/sha256-2\n"
+        )
+    for name in "llama3.2:1b", "llama3.2:odd", "gemma":
+        assert "Ollama" not in cli("-m", name, "-p", "a")[2]
+
+
 def test_errors_with_and_without_their_traceback(cli, tiny, tmp_path, monkeypatch):
     code, out, err = cli("-m", tmp_path, "-p", "a", "--debug")
     assert code == 1 and out == "" and err.startswith("Traceback")
     assert re.search(r"\nFileNotFoundError: .+\n$", err)
     monkeypatch.setattr("loading.place.free_memory", lambda device: 1_000_000)
-    assert_refused(cli("-m", tiny, "-p", "a"), "weights", "cache of 256 tokens", "smaller ctx_size")
+    assert_refused(
+        cli("-m", tiny, "-p", "a"), "weights", "cache of 256 tokens", "a ctx_size of at most "
+    )
 
 
 @pytest.mark.parametrize("script", ["run.py", "bench.py"])
@@ -425,8 +489,8 @@ def test_help_comes_at_once(script):
         assert shown.returncode == code and "argparse" in imported, shown.stderr
         assert len(imported) < 250 and not imported & slow, "import these where they are used"
         assert code or "\nmodel:\n" in shown.stdout and "\noutput:\n" in shown.stdout
-    assert tuple(DTYPES) == cli_module.DTYPE_NAMES
-    assert tuple(kernels.FORMATS) == cli_module.FORMAT_NAMES
+    assert tuple(DTYPES) == DTYPE_NAMES
+    assert tuple(kernels.FORMATS) == FORMAT_NAMES
 
 
 def test_a_run_on_a_cpu_imports_no_triton(tiny):
@@ -442,6 +506,47 @@ def test_machine_without_torch(tmp_path):
     shown = in_shell(command, stdin=subprocess.DEVNULL)
     result = (shown.returncode, shown.stdout, shown.stderr)
     assert_refused(result, "pip install -r requirements.txt")
+
+
+def test_a_gpu_that_torch_does_not_see_gets_one_line(tiny, tmp_path, monkeypatch, capfd):
+    (tmp_path / "nvidia-smi").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run_on = caller(run.main, monkeypatch, capfd, "--device")
+    rest = ("-m", tiny, "-p", "a", "-n", 1)
+    code, _, err = run_on("auto", *rest)
+    first, *lines = err.splitlines()
+    assert code == 0 and first.startswith("note: torch sees no GPU, although there is")
+    assert first.endswith("; this runs on the CPU") and " on cpu, " in err
+    assert not any("GPU" in line for line in lines)
+    assert "GPU" not in run_on("cpu", *rest)[2]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+@pytest.mark.parametrize("version", [(3, 10), (3, 11), (3, 13), (3, 14)])
+def test_make_wants_a_python_that_torch_knows(tmp_path, version):
+    """One line says so, before anything is set up."""
+    shutil.copy(HERE / "Makefile", tmp_path)
+    (tmp_path / "requirements.txt").touch()
+    python = tmp_path / "python3.x"
+    python.write_text(
+        f"""#!/bin/sh
+        [ "$1" = -c ] || {{ echo "ran $*"; exit 1; }}
+        exec "{sys.executable}" -c "import sys; sys.version_info = (*{version}, 4, 'final', 0); $2"
+        """
+    )
+    python.chmod(0o755)
+    unset = "unset MAKEFLAGS MFLAGS MAKELEVEL MAKEOVERRIDES"
+    done = in_shell(f"{unset}; make chat PYTHON=./python3.x", cwd=tmp_path)
+    said, *rest = done.stderr.splitlines()
+    if version in ((3, 11), (3, 13)):
+        assert "ran -m venv .venv\n" in done.stdout and "error: " not in done.stderr
+        return
+    found = f"./python3.x is Python {version[0]}.{version[1]}"
+    remedy = "make chat PYTHON=python3.12"
+    assert said == f"error: {found}, but 3.11 to 3.13 is needed: {remedy}"
+    assert done.stdout == "" and len(rest) == 1, "only make's own line follows"
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
@@ -494,14 +599,14 @@ def test_ctrl_c_exits_130_after_what_it_has(cli, tiny, monkeypatch, flags, call)
     """While the prompt is evaluated, or after one or four tokens; the input is no terminal."""
     flags = ("-m", tiny, *flags.split(), "-n", 8, *GREEDY, "-o", "jsonl")
     (whole,) = objects(cli(*flags, stdin=b"Once\n")[1])
-    calls, step = itertools.count(), Llama.step
+    calls, forward = itertools.count(), Llama.forward
 
-    def interrupted(self, T, state) -> None:
+    def interrupted(self, pass_, logits) -> torch.Tensor:
         if next(calls) == call:
             raise KeyboardInterrupt
-        step(self, T, state)
+        return forward(self, pass_, logits)
 
-    monkeypatch.setattr(Llama, "step", interrupted)
+    monkeypatch.setattr(Llama, "forward", interrupted)
     code, out, err = cli(*flags, stdin=b"Once\n")
     (cut,) = objects(out)
     assert code == 130, "scripts tell by it that the text is cut"

@@ -4,36 +4,47 @@ import functools
 import itertools
 import random
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import kernels
 import sampling
-from model import BANNED
-from sampling import Sampler, Sampling
-from tests.helpers import DEVICE, INF, NAN, SEED
+from sampling import BANNED, Sampler, Sampling, mask_without
+from tests.helpers import DEVICE, INF, NAN, SEED, a_pass
 
 NOTHING = torch.zeros(9, dtype=torch.int32)  # tokens before
 
 
+def device_of(ops: str) -> torch.device:
+    return DEVICE if ops == "fused" else torch.device("cpu")
+
+
 @functools.cache
-def sampler_of(ops) -> Sampler:
+def sampler_of(ops: str, rows: int) -> Sampler:
     """One for all choices: what kernels leave in its memory must not change the next."""
-    return Sampler(DEVICE if ops == "fused" else torch.device("cpu"))
+    return Sampler(device_of(ops), rows)
 
 
 def choose(logits: torch.Tensor, tokens: torch.Tensor, position: int, ops="reference", **settings):
     """The tokens with the one that is chosen for the position or, for several rows of logits, those
     that end there."""
-    sampler = sampler_of(ops)
-    sampler.set(Sampling(**settings))
-    device = sampler.seed.device
-    tokens, pos = tokens.to(device, copy=True), torch.tensor([position]).int().to(device)
-    host_tokens, rows = tokens.clone(), logits.view(-1, logits.shape[-1]).to(device, copy=True)
-    getattr(kernels, ops).sample(rows, tokens, host_tokens, pos, sampler)
-    assert logits.dim() > 1 or tokens[position] == host_tokens[position].clamp(min=0)
-    return host_tokens.tolist()
+    rows = logits.view(-1, logits.shape[-1]).to(device_of(ops), copy=True)
+    sampler = sampler_of(ops, len(rows))
+    sampler.set([Sampling(**settings)] * len(rows))
+    # The first token is at place 20: a token at position 0, too, has a place before it
+    pool = torch.full((20,), -1, dtype=torch.int32)
+    pool = torch.cat((pool, tokens)).to(device_of(ops))
+    before = torch.arange(position - len(rows), position, dtype=torch.int32, device=pool.device)
+    pass_ = SimpleNamespace(tokens=pool, drawn=pool.clone(), place=before + 20, position=before)
+    pass_.sampler, pass_.rows, pass_.feeds = sampler, None, len(rows) == 1
+    getattr(kernels, ops).sample(rows, pass_)
+    if pass_.feeds:
+        assert pool[20 + position] == pass_.drawn[20 + position].clamp(min=0)
+    else:
+        assert pool[20:].tolist() == tokens.tolist(), "tokens changed"
+    return pass_.drawn[20:].tolist()
 
 
 def choose_alike(logits: torch.Tensor, tokens: torch.Tensor, position: int, **settings) -> int:
@@ -166,7 +177,9 @@ def test_drawing_where_all_scores_are_negative():
 @pytest.mark.parametrize("top_k", [0, 129, 1099, 1100])
 def test_thresholds_found_by_sorting(top_k, top_p):
     V, settings = 1100, dict(top_k=top_k, top_p=top_p, min_p=0, temp=3, seed=SEED)
-    sorts = Sampler(DEVICE, Sampling(**settings)).switches(V).sorts
+    sampler = Sampler(DEVICE)
+    sampler.set([Sampling(**settings)])
+    sorts = sampler.switches(V).sorts
     assert sorts == (top_p < 1 or 0 < top_k < V)
     kinds = ("normal", "equal", "rounded", "few above equals")
     choose_alike(torch.stack([KINDS_OF_LOGITS[kind](V) for kind in kinds]), NOTHING, 4, **settings)
@@ -181,7 +194,8 @@ def test_the_lowest_logit_that_sorting_keeps():
         # the equals that top-k keeps count for top-p
         (3, 0.8, (1, 1)), (1, 0.6, (0, 1)), (4, 0.89, (2, 3)), (4, 0.93, (3, 0)),
     ):  # fmt: skip
-        sampler = Sampler(torch.device("cpu"), Sampling(top_k=top_k, top_p=top_p))
+        sampler = Sampler(torch.device("cpu"), 2)
+        sampler.set([Sampling(top_k=top_k, top_p=top_p)] * 2)
         sampling._find_floors(logits, sampler.numbers, sampler.switches(5), floors)
         assert floors.tolist() == [logits[0, places[0]], logits[1, places[1]]], (top_k, top_p)
 
@@ -196,3 +210,111 @@ def test_rows_are_sampled_as_single_tokens_are():
         chosen = choose(logits, tokens, 30, **settings)
         assert chosen[29] == -1
         assert chosen[28] == choose(logits[2], tokens, 28, **settings)[28]
+
+
+def texts_of(segments: list[tuple], V: int, settings: list[Sampling], masks: list, feeds: bool):
+    """A pass of these segments whose last rows are sampled, with random logits of them, and what the
+    reference chooses for each of them alone."""
+    pass_ = a_pass((1, 1, 8), segments, torch.float16)
+    pass_.tokens %= V
+    ends = [begin + count - 1 for _, _, begin, count in pass_.segments.tolist()]
+    pass_.rows, pass_.feeds = torch.tensor(ends, device=DEVICE), feeds
+    logits, expected = 3 * torch.randn(len(segments), V), {}
+    for row, logit, own, mask in zip(ends, logits, settings, masks):
+        logit[random.sample(range(V), 5)] = 9.0  # equals, of which a greedy row takes the first
+        place, position = int(pass_.place[row]), int(pass_.position[row])
+        history = pass_.tokens[place - position : place + 1].cpu()
+        logit = logit.clone()
+        logit[mask] = BANNED
+        expected[place + 1] = sampling._choose_ref(logit, history, own)
+    return pass_, logits.to(DEVICE), expected
+
+
+MIXES = {
+    "greedy": [dict(temp=0), dict(temp=0, repeat_penalty=1.3), dict(temp=0, top_k=0)],
+    "candidates": [dict(temp=0), dict(top_k=5), dict(top_k=7, top_p=1.0, temp=3.0, min_p=0)],
+    "drawn from all": [dict(temp=0), OFF, OFF | dict(temp=2.0, repeat_penalty=1.5)],
+    "sorted": [dict(temp=0), OFF | dict(temp=50.0), dict(top_k=0, top_p=0.7), dict(top_k=3)],
+    "without top-p": [dict(top_k=0, top_p=1.0), dict(top_k=3, top_p=1.0), dict(top_k=2500, top_p=1.0)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("feeds", [False, True])
+@pytest.mark.parametrize("mix", MIXES)
+def test_rows_of_several_texts(mix, feeds):
+    """Each is sampled as it would be alone: with its own settings, seed, history and mask. Others
+    behind the list of settings are greedy. The same sampler serves all mixes."""
+    V = random.choice((100, 1100, 3000))
+    for masked in (False, True):
+        given = [Sampling(**own, seed=random.randrange(1 << 63)) for own in MIXES[mix]]
+        random.shuffle(given)
+        settings = [*given, Sampling(temp=0)]
+        lengths = random.choices(((1, 0), (1, 5), (3, 40), (2, 90)), k=len(settings))
+        masks = [random.sample(range(V), V // 2) if masked else [] for _ in given] + [[]]
+        pass_, logits, expected = texts_of(lengths, V, settings, masks, feeds)
+        sampler = pass_.sampler = sampler_of("fused", len(settings))
+        bits = [mask_without(ids, V) for ids in masks[: len(given)]]
+        sampler.set(given, torch.stack(bits) if masked else None)
+        before = [pass_.tokens.clone(), pass_.drawn.clone()]
+        kernels.fused.sample(logits.clone(), pass_)
+        chosen = [dict(enumerate(t.tolist())) for t in before]
+        if feeds:
+            chosen[0] |= expected
+        chosen[1] |= expected
+        for mine, right in zip((pass_.tokens, pass_.drawn), chosen):
+            assert dict(enumerate(mine.tolist())) == right
+        for mine, was in zip((pass_.tokens, pass_.drawn), before):
+            mine.copy_(was)
+        kernels.reference.sample(logits, pass_)
+        assert dict(enumerate(pass_.drawn.tolist())) == chosen[1]
+
+
+def test_a_row_that_is_not_finite_among_others():
+    settings = [Sampling(), Sampling(temp=0), Sampling(top_k=0)]
+    pass_, logits, expected = texts_of([(1, 5)] * 3, 300, settings, [[]] * 3, True)
+    logits[1, 7] = NAN
+    pass_.sampler = sampler_of("fused", 3)
+    pass_.sampler.set(settings)
+    kernels.fused.sample(logits, pass_)
+    first, bad, last = (int(place) + 1 for place in pass_.place)
+    assert pass_.drawn[bad] == -1 and pass_.tokens[bad] == 0
+    for place in (first, last):
+        assert pass_.drawn[place] == pass_.tokens[place] == expected[place]
+
+
+@pytest.mark.parametrize("feeds", [False, True])
+def test_biases_and_penalties_of_each_text(feeds):
+    """Of tokens that the text has had; those of the prompt do not count."""
+    V = 90
+    asked = [
+        dict(presence_penalty=2.0), dict(frequency_penalty=-1.5, temp=0), dict(),
+        dict(presence_penalty=-2.0, frequency_penalty=1.5, repeat_penalty=1.2),
+    ]  # fmt: skip
+    settings = [Sampling(**own, seed=random.randrange(1 << 63)) for own in asked]
+    begins = [0, 7, 3, 20]
+    biases = torch.zeros(4, V)
+    biases[1, 5], biases[2, 8] = 30.0, -100.0
+    pass_, logits, _ = texts_of([(1, 40), (2, 30), (1, 5), (1, 60)], V, settings, [[]] * 4, feeds)
+    expected = {}
+    for r, row in enumerate(pass_.rows.tolist()):
+        place, position = int(pass_.place[row]), int(pass_.position[row])
+        history = pass_.tokens[place - position : place + 1].cpu()
+        own = logits[r].cpu() + biases[r]
+        for token in range(V):
+            count = history[begins[r] :].tolist().count(token)
+            own[token] -= settings[r].frequency_penalty * count
+            own[token] -= settings[r].presence_penalty * (count > 0)
+        expected[place + 1] = sampling._choose_ref(own, history, settings[r])
+    for ops in (kernels.fused, kernels.reference):
+        pass_.sampler = sampler_of("fused", 4)
+        pass_.sampler.set(settings, biases=biases, begins=begins)
+        ops.sample(logits.clone(), pass_)
+        assert {place: int(pass_.drawn[place]) for place in expected} == expected
+
+
+def test_masks_of_any_token():
+    for V in (17, 64, 100):
+        forbidden = set(random.sample(range(V), V // 2))
+        bits = mask_without(forbidden, V)
+        assert bits.shape == (-(-V // 32),)
+        assert [i for i in range(V) if not bits[i // 32] >> i % 32 & 1] == sorted(forbidden)

@@ -1,25 +1,40 @@
 """Tests of serve.py: a real server, asked as clients do."""
 
+import asyncio
 import http.client
 import json
 import os
 import random
 import re
+import resource
 import select
+import shutil
 import signal
 import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import gguf
 import pytest
 
 import serve
+from loading.checkpoint import open_tokenizer
+from model import Llama
 from session import Session
 from talk import cli as cli_module
-from talk.openai import UNSUPPORTED, APIError, CompletionRequest, parse_request
+from talk.endpoints import ENDPOINTS
+from talk.openai import (
+    UNSUPPORTED,
+    APIError,
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    parse_request,
+)
 from tests.helpers import (
     CHATS,
     FOX,
@@ -32,7 +47,6 @@ from tests.helpers import (
     fails,
     free_port,
 )
-from tokenizer import Tokenizer
 
 
 def test_serve_writes_what_run_py_writes(server, cli):
@@ -60,7 +74,7 @@ def test_serve_counts_and_reuses(server):
         assert cached in (None, usage["prompt_tokens_details"]["cached_tokens"])
         cached = usage["total_tokens"] - 1
         turns += [answer["message"], {"role": "user", "content": "And then?"}]
-    ids = Tokenizer(TALES).encode("Once upon a time")
+    ids = open_tokenizer(TALES).encode("Once upon a time")
     assert server.complete(max_tokens=0)["text"] == ""
     usage = server.complete()["usage"]
     assert (usage["prompt_tokens"], usage["total_tokens"]) == (len(ids), len(ids) + 12)
@@ -125,6 +139,10 @@ def test_serve_logprobs(server):
     for token, offset in list(zip(scores["tokens"], scores["text_offset"]))[2:]:
         assert echoed["text"][offset:].startswith(token)
     assert echoed["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    marked = server.complete("</s>Once", logprobs=0, echo=True, max_tokens=1)
+    assert marked["logprobs"]["tokens"][:2] == ["<s>", "</s>"], "a control token, as written"
+    for token, offset in list(zip(*map(marked["logprobs"].get, ("tokens", "text_offset"))))[1:]:
+        assert marked["text"][offset:].lstrip().startswith(token.strip())
     ids = [1, 300, 400, 500]
     scored = server.complete(ids, logprobs=0, echo=True, max_tokens=0)["logprobs"]
     assert len(scored["tokens"]) == len(ids) and scored["top_logprobs"] is None
@@ -163,6 +181,150 @@ def test_serve_messages(server):
     assert status == 400 and "there is no message to answer" in answer["error"]["message"]
 
 
+def test_serve_several_choices(server):
+    """The first has the request's seed, and streams have the same texts."""
+    asks = dict(temperature=1.5, seed=5)
+    [one] = server.complete(**asks)["choices"]
+    whole = server.complete(**asks, n=3)
+    texts = [choice["text"] for choice in whole["choices"]]
+    assert texts[0] == one["text"] and len({*texts}) == 3
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+    assert whole["usage"]["completion_tokens"] == 36 == whole["timings"]["predicted_n"]
+    *chunks, last = server.stream(
+        TEXTS_AT, prompt="Once upon a time", stream_options={"include_usage": True}, **asks, n=3
+    )
+    together = dict.fromkeys(range(3), "")
+    for chunk in chunks:
+        [choice] = chunk["choices"]
+        together[choice["index"]] += choice["text"]
+    assert [*together.values()] == texts and last["usage"]["completion_tokens"] == 36
+    said = server.chat(**asks, n=2)["choices"]
+    assert said[0]["message"] == server.chat(**asks)["message"] != said[1]["message"]
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "send",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "to": {"enum": ["</s>", "[INST]", "Łódź"]},
+                "n": {"type": "integer", "minimum": 0, "maximum": 99},
+            },
+            "required": ["to"],
+        },
+    },
+}
+
+
+def test_serve_what_the_text_has_to_be(server):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, "</s>"]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    of_openai = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": schema, "strict": True},
+    }
+    for fields in (
+        dict(response_format=of_openai), dict(guided_json=schema), dict(json_schema=schema),
+        dict(guided_json=json.dumps(schema)), dict(structured_outputs={"json": schema}),
+        dict(response_format={"type": "json_object", "schema": schema}),
+    ):  # fmt: skip
+        for answer in (
+            server.complete(**fields, temperature=2),
+            server.chat(**fields, temperature=2),
+        ):
+            text = answer["text"] if "text" in answer else answer["message"]["content"]
+            assert (
+                json.loads(text) in ({"a": 1}, {"a": "</s>"}) and answer["finish_reason"] == "stop"
+            )
+    for fields, pattern in (
+        (dict(guided_regex=r"\d/[xy]"), r"\d/[xy]"), (dict(guided_choice=["no", "yes"]), "no|yes"),
+        (dict(guided_grammar='start: "a" /b{1,3}/ "c"'), "ab{1,3}c"), (dict(grammar='root ::= "x" | "y"'), "x|y"),
+        (dict(structured_outputs={"regex": "[ab]{3}"}), "[ab]{3}"), (dict(structured_outputs={"choice": ["q"]}), "q"),
+        (dict(response_format={"type": "json_object"}), r"\{.*"),
+        (dict(structured_outputs={"json_object": True}), r"\{.*"),
+    ):  # fmt: skip
+        assert re.fullmatch(pattern, server.complete(**fields)["text"], re.DOTALL), fields
+    for choice in "required", {"type": "function", "function": {"name": "send"}}:
+        fields = dict(tools=[TOOL], tool_choice=choice, temperature=2, max_tokens=99)
+        answer = server.chat(**fields)
+        [call] = answer["message"]["tool_calls"]
+        assert (
+            json.loads(call["function"]["arguments"])["to"]
+            in TOOL["function"]["parameters"]["properties"]["to"]["enum"]
+        )
+        assert answer["finish_reason"] == "tool_calls" and answer["message"]["content"] is None
+    plain = server.chat()["message"]
+    assert (
+        server.chat(tools=[TOOL])["message"]
+        == server.chat(tools=[TOOL], tool_choice="none")["message"]
+        == plain
+    )
+    for wrong in (
+        dict(guided_regex="("), dict(guided_json={"type": "x"}), dict(guided_json="{"), dict(grammar="root ::= ["),
+        dict(guided_json={"$ref": "http://127.0.0.1:1/"}), dict(guided_json=schema, guided_regex="a"),
+        dict(guided_json={"enum": ["x" * 300_000]}), dict(guided_grammar="start: ["), dict(guided_json={"not": {}}),
+        dict(logit_bias={"4096": 1}), dict(stop_token_ids=[4096]),
+    ):  # fmt: skip
+        start = time.monotonic()
+        status, _, answer = server.ask(TEXTS_AT, dict(prompt="a", max_tokens=1) | wrong)
+        assert (
+            status == 400 and answer["error"]["message"] and "\n" not in answer["error"]["message"]
+        ), wrong
+        assert time.monotonic() - start < 5
+    assert server.chat()["message"] == plain
+
+
+def test_serve_as_llama_cpp_does(server):
+    asks = dict(prompt="Once upon a time", n_predict=12, temperature=0)
+    text = server.complete()["text"]
+    status, _, whole = server.ask("/completion", asks)
+    assert (whole["content"], whole["stop_type"], whole["tokens_predicted"]) == (text, "limit", 12)
+    streamed = server.begin("/completion", asks | {"stream": True}).getresponse().read().decode()
+    events = [json.loads(line.removeprefix("data: ")) for line in streamed.split("\n\n") if line]
+    assert "".join(event["content"] for event in events) == text
+    assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
+    status, _, answer = server.ask("/infill", dict(input_prefix="a", input_suffix="b"))
+    assert status == 400 and "no marks" in answer["error"]["message"]
+    assert server.ask("/props", method="GET")[2]["default_generation_settings"] == {"n_ctx": 1024}
+    [slot] = json.loads(server.begin("/slots", method="GET").getresponse().read())
+    assert slot == {"id": 0, "n_ctx": 1024, "is_processing": False}
+    for path in "/v1/embeddings", "/rerank":
+        status, _, answer = server.ask(path, {})
+        assert status == 404 and f"there is no {path} here" in answer["error"]["message"]
+
+
+def test_serve_comments_in_a_silent_stream(server, monkeypatch):
+    """They keep proxies from ending it; an error after one is an event."""
+    monkeypatch.setattr(serve, "SILENCE", 0.01)
+
+    async def bodies(kind, *parts: serve.Part) -> bytes:
+        client = serve.Client(0, kind, b'{"prompt": "a", "stream": true}')
+
+        async def answer() -> None:
+            for part in parts:
+                await asyncio.sleep(0.05)
+                client.parts.put_nowait(part)
+
+        task = asyncio.create_task(answer())
+        first = await serve.next_part(client)
+        said = [body async for body in serve.bodies(first, client)]
+        await task
+        return b"".join(said)
+
+    said = asyncio.run(
+        bodies(CompletionRequest, serve.Part(0, b"a", last=False), serve.Part(0, b"b"))
+    )
+    assert said.count(serve.COMMENT) > 2 and said.replace(serve.COMMENT, b"") == b"ab"
+    said = asyncio.run(bodies(CompletionRequest, serve.Part(0, b'{"error": 5}', 400)))
+    assert said.replace(serve.COMMENT, b"") == b'data: {"error":5}\n\n'
+
+
 SAYS_NOTHING = dict(
     frequency_penalty=0.0, stop=None, max_tokens=None, stream=None, logprobs=None, model="any",
     stream_options={"include_usage": None}, user="me", unknown=[1], metadata={"a": "b"}, store=True,
@@ -173,6 +335,7 @@ AT_ITS_END = dict(  # the least and the most that a field may be, and whole numb
     top_k=[-1, 0, 3.0, (1 << 31) - 1], repeat_penalty=[0.01, 100], repeat_last_n=[-1, 0, 2**31 - 1],
     seed=[-(1 << 63), -2, -1, 0, 5.0, 1 << 64], stop=["", [], ["a"] * 1024, "x" * 5000],
     ignore_eos=[True, False], logprobs=[False, True, 0, 20], n=[1.0], logit_bias=[[]],
+    presence_penalty=[-2, 0, 2], frequency_penalty=[-2, 0.5, 2], min_tokens=[0, 1], stop_token_ids=[[], [5]],
 )  # fmt: skip
 WRONG_FIELDS = dict(
     model=[5], max_tokens=["5", 1.5, True, -2, 1 << 31], max_completion_tokens=[[]],
@@ -181,7 +344,11 @@ WRONG_FIELDS = dict(
     repeat_last_n=[-2, 1 << 31], seed=["x", True, 0.5],
     stop=[5, [5], {}, ["a"] * 1025, [None]], stream=[1, "yes"],
     stream_options=[5, {"include_usage": 1}],
-    temp=[-1], repetition_penalty=["x"],
+    temp=[-1], repetition_penalty=["x"], n=[0, 17, "x", True], presence_penalty=[2.1, -2.1, "x"],
+    frequency_penalty=[2.1, -2.1], min_tokens=[-1, 0.5], stop_token_ids=[5, [-1], ["x"], [1 << 31]],
+    logit_bias=[5, {"x": 1}, {"1": 101}, {"1": "x"}, [1], [[1]]], guided_json=[5], guided_regex=[5],
+    guided_choice=[5, [5]], guided_grammar=[5], json_schema=[5, "x"], grammar=[5, {}],
+    response_format=[5, "json", {}, {"type": "xml"}, {"type": "json_schema"}], structured_outputs=[5],
     **{name: [3, "x", [{}], {"x": 1}] for name in UNSUPPORTED.keys() - CompletionRequest.names()},
 )  # fmt: skip
 WRONG_OF = {  # of one kind of request only
@@ -202,6 +369,14 @@ def test_serve_accepts_what_says_nothing_and_the_ends_of_ranges(server):
         fields = dict(max_tokens=2) if name != "max_tokens" else dict(stop=[" "])
         assert server.complete(**fields | {name: value})["usage"]["completion_tokens"] < 9, name
     assert server.ask(TEXTS_AT, dict(prompt="a", n_predict=3))[2]["usage"]["completion_tokens"] == 3
+    for order in (
+        ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
+        ["penalties", "tfs_z", "top-k", "typical_p", "nucleus", "min-p", "temp"], "edskypmxt",
+    ):  # fmt: skip
+        assert server.complete(samplers=order)["usage"]["completion_tokens"] == 12, order
+    for order in ["top_k", "temperature"], ["temperature", "penalties", "top_k", "top_p", "min_p"]:
+        status, _, answer = server.ask(TEXTS_AT, dict(prompt="a", samplers=order))
+        assert status == 400 and answer["error"]["param"] == "samplers"
     told = [server.complete(logprobs=k)["logprobs"] for k in (False, True)]
     assert told[0] is None and len(told[1]["top_logprobs"]) == 12
     sampled = [server.complete(temperature=1.5, seed=seed)["text"] for seed in (-2, -2, -3)]
@@ -214,14 +389,14 @@ def test_serve_accepts_what_says_nothing_and_the_ends_of_ranges(server):
 def test_a_request_refuses_no_field_that_it_has():
     """What a sampler learns need not be taken out of UNSUPPORTED."""
 
-    class WithGrammar(CompletionRequest):
-        grammar: str = ""
+    class WithSuffix(CompletionRequest):
+        suffix: str = ""
 
-    body = b'{"prompt": "a", "grammar": "x"}'
-    assert parse_request(body, WithGrammar).grammar == "x"
-    with pytest.raises(APIError, match='grammar must be absent or ""'):
+    body = b'{"prompt": "a", "suffix": "x"}'
+    assert parse_request(body, WithSuffix).suffix == "x"
+    with pytest.raises(APIError, match='suffix must be absent or ""'):
         parse_request(body, CompletionRequest)
-    for name, value in ("n", b"true"), ("min_tokens", b"false"):
+    for name, value in ("best_of", b"true"), ("typical_p", b"true"):
         body = b'{"prompt": "a", "%s": %s}' % (name.encode(), value)
         with pytest.raises(APIError, match=f"{name} must be absent or"):
             parse_request(body, CompletionRequest)
@@ -247,13 +422,29 @@ def test_serve_refuses_wrong_fields(server):
     for path, fields, said in (
         (CHATS, {"messages": [user | {"content": [{"type": "image_url"}]}]},
          "messages[0].content: must be a string, or a list of parts of the type text: only text"),
-        (CHATS, {"messages": [user | {"tool_calls": [1]}]}, "tools are not supported"),
+        (CHATS, {"messages": [user | {"tool_calls": [1]}]}, "must be a list of calls of functions"),
         (TEXTS_AT, {"prompt": ["a", "b"]}, "prompt: must be one prompt: a string, or a list of ids"),
         (TEXTS_AT, {"prompt": "a", "stop": 5}, "stop: must be a string, or a list of at most 1024"),
         (TEXTS_AT, {"prompt": "a", "logprobs": 21}, "logprobs: must be from 0 to 20, or true"),
     ):  # fmt: skip
         message = server.ask(path, fields)[2]["error"]["message"]
         assert said in message and "Input should be" not in message
+
+
+def test_serve_reads_up_to_the_first_error():
+    """Of lists with many wrong elements, and of each kind of list in a request."""
+    user = {"role": "user"}
+    for kind, fields in (
+        (ChatCompletionRequest, dict(messages=[1] * 1000)),
+        (ChatCompletionRequest, dict(messages=[FOX[0], *[user | {"content": 5}] * 1000])),
+        (DetokenizeRequest, dict(tokens=["x"] * 1000)),
+    ):
+        with pytest.raises(APIError) as raised:
+            parse_request(json.dumps(fields).encode(), kind)
+        assert raised.value.__context__.error_count() == 1
+    for kind in ENDPOINTS.values():
+        schema = json.dumps(kind.__pydantic_core_schema__, default=str)
+        assert schema.count('"type": "list"') == schema.count('"fail_fast": true')
 
 
 def test_serve_refuses_wrong_bodies(server):
@@ -295,6 +486,8 @@ def test_serve_paths(server):
         ("DELETE", "/v1/models", 405, {}), ("HEAD", "/v1/models", 200, None),
         ("HEAD", "/v1/completions", 405, None), ("GET", "/v1/models/tales", 200, model),
         ("GET", "/v1/models/other", 404, {}), ("GET", "/models/a/b%7B", 404, {}),
+        ("GET", "/v1/models/", 200, {"data": [model]}), ("GET", "//v1//models/tales/", 200, model),
+        ("GET", "/v1", 404, {}), ("GET", "/v1/chat/completions/", 405, {}),
     ):  # fmt: skip
         got, headers, answer = server.ask(path, method=method, Origin=origin)
         assert (got, headers["access-control-allow-origin"]) == (status, origin), path
@@ -303,7 +496,7 @@ def test_serve_paths(server):
         elif expected:
             assert expected.items() <= answer.items()
     fields = dict(messages=FOX, prompt="a", max_tokens=2)
-    for path in "/chat/completions", "/completions":
+    for path in "/chat/completions", "/completions", "/v1/completions/", "//v1/completions":
         assert server.ask(path, fields)[0] == 200, "as with /v1"
     connection = server.connect()
     connection.connect()
@@ -315,16 +508,27 @@ def test_serve_paths(server):
 
 def test_serve_tokens_of_a_text(server):
     """As llama.cpp's server tells them; nothing that is cached goes."""
-    ids = Tokenizer(TALES).encode("Once upon a time")
+    ids = open_tokenizer(TALES).encode("Once upon a time")
     used = server.complete(max_tokens=0)["usage"]
     for add_special in False, True:
         fields = dict(content="Once upon a time", add_special=add_special)
         told = server.ask("/tokenize", fields)[2]["tokens"]
         assert told == (ids if add_special else ids[1:])
         for path in "/detokenize", "/v1/detokenize":
-            assert server.ask(path, {"tokens": told})[2] == {"content": "Once upon a time"}
+            content = "<s> Once upon a time" if add_special else "Once upon a time"
+            assert server.ask(path, {"tokens": told})[2] == {"content": content}
     cached = server.complete(max_tokens=0)["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached == used["prompt_tokens"]
+    text, tokenizer = "</s>[é🐢", open_tokenizer(TALES)
+    told = lambda **more: server.ask("/tokenize", dict(content=text) | more)[2]["tokens"]
+    assert told(parse_special=False) == tokenizer.encode(text, bos=False)
+    ids = tokenizer.encode(text, bos=False, parse_special=True)
+    assert told() == ids and ids[0] == tokenizer.eos
+    assert server.ask("/detokenize", {"tokens": ids})[2] == {"content": "</s> [é🐢"}
+    pieces = told(with_pieces=True)
+    assert [piece["id"] for piece in pieces] == ids and pieces[0]["piece"] == "</s>"
+    raw = [p.encode() if isinstance(p, str) else bytes(p) for p in (p["piece"] for p in pieces)]
+    assert b"".join(raw).decode() == "</s> [é🐢" and bytes([0xF0]) in raw
     for path, wrong, name in (
         ("/tokenize", {}, "content"), ("/tokenize", {"content": 5}, "content"),
         ("/detokenize", {"tokens": "a"}, "tokens"), ("/detokenize", {"tokens": [1.5]}, "tokens"),
@@ -349,15 +553,21 @@ def test_serve_origins_and_keys(server, tiny):
         expected = (400, "invalid") if is_allowed else refused
         assert (status, answer["error"]["code"]) == expected, origin
     local = dict(method="GET", Origin="http://localhost")
-    with Server("-m", tiny, "--api-key", "żaba", "--queue", 0) as keyed:
+    with Server("-m", tiny, "--api-key", "żaba", "-np", 1, "--queue", 0) as keyed:
         for path in "/v1/models", "/nothing":
             for wrong in {}, {"Authorization": "Bearer x"}, {"Authorization": "żaba".encode()}:
                 status, headers, answer = keyed.ask(path, **local, **wrong)
+                assert (
+                    answer["type"] == "error" and answer["error"]["type"] == "authentication_error"
+                )
                 assert status == 401 and answer["error"]["code"] == "invalid_api_key"
                 assert headers["access-control-allow-origin"] == local["Origin"]
                 assert headers["www-authenticate"] == "Bearer"
-        key = dict(Authorization="Bearer żaba".encode())
-        assert keyed.ask("/v1/models", method="GET", **key)[0] == 200
+        for scheme in "bearer ", "BEARER  ", "Bearer ":
+            key = dict(Authorization=f"{scheme}żaba".encode())
+            assert keyed.ask("/v1/models/", method="GET", **key)[0] == 200
+        assert keyed.ask("/v1/models", method="GET", x_api_key="żaba".encode())[0] == 200
+        assert keyed.ask("/v1/models", method="GET", x_api_key="zaba")[0] == 401
         assert keyed.ask("/health", method="GET")[0] == 200
         preflight = asks | dict(Origin="http://localhost")
         assert keyed.ask("/v1/models", method="OPTIONS", **preflight)[0] == 200
@@ -452,7 +662,7 @@ def test_serve_ends_at_once():
         with pytest.raises((http.client.IncompleteRead, ConnectionError)):
             answer.read()
         assert eventually(lambda: not served.reader.is_alive()), "no other process has its stderr"
-        assert len(served.lines) == 4
+        assert len(served.lines) == 4 and " on cpu, context " in served.lines[1]
 
 
 def test_serve_ends_if_nobody_can_be_answered():
@@ -465,30 +675,33 @@ def test_serve_ends_if_nobody_can_be_answered():
 
 def test_serve_goes_on_after_an_error(tiny, monkeypatch, capfd):
     """Whoever asked is told, and of what was evaluated until then nothing is reused."""
-    session, link = Session(tiny, dtype="fp32", device="cpu"), serve.Link()
+    session = Session(tiny, dtype="fp32", device="cpu")
     fields = dict(prompt="Once upon a time", max_tokens=4, temperature=0, ignore_eos=True)
 
     def answer(debug=False, **more) -> list[serve.Part]:
         body = json.dumps(fields | more).encode()
-        request = parse_request(body, CompletionRequest)
+        asked = [serve.Asked(7, CompletionRequest, body)]
         sent = []
-        link.pipe = SimpleNamespace(recv=lambda: request, send=sent.append)
-        serve.write_next(session, "tiny", link, debug)
+        pipe = SimpleNamespace(recv=asked.pop, send=sent.append, poll=lambda: bool(asked))
+        desk = serve.Desk(session, "tiny", pipe, debug)
+        desk.work()
+        while desk.jobs:
+            desk.work()
         assert [part.last for part in sent] == [False] * (len(sent) - 1) + [True]
+        assert {part.number for part in sent} == {7}
         return sent
 
     [said] = answer()
     text = json.loads(said.body)["choices"][0]["text"]
     for kind in RuntimeError, ValueError, OSError:
         with monkeypatch.context() as patch:
-            patch.setattr(session.model, "step", fails(kind("broken")))
-            begun, error = answer(stream=True, echo=True)
-            assert begun.status == 200 and b"Once upon a time" in begun.body
+            patch.setattr(Llama, "forward", fails(kind("broken")))
+            begun, error = answer(stream=True, echo=True, prompt="The fox")
+            assert begun.status == 200 and b"The fox" in begun.body
             assert error.body.startswith(b'data: {"error":{"message":"broken"')
-            assert session.state.pos == 0
+            assert session.engine.slots[0].tokens == []
             [error] = answer()
             assert error.status == 500 and json.loads(error.body)["error"]["code"] == "failed"
-            assert session.state.pos == 0
             assert capfd.readouterr().err == "error: broken\n" * 2
             answer(debug=True)
             assert re.match(
@@ -496,8 +709,45 @@ def test_serve_goes_on_after_an_error(tiny, monkeypatch, capfd):
             )
         assert json.loads(answer()[0].body)["choices"][0]["text"] == text and len(text) > 4
     [error] = answer(prompt="tale " * 2000)
-    assert error.status == 400 and session.state.pos > 0, "what is cached stays"
+    assert error.status == 400 and session.engine.slots[0].tokens, "what is cached stays"
     assert capfd.readouterr().err == ""
+
+
+def test_serve_several_texts_under_load(tiny):
+    """Requests of many clients, a third of which leave midway: every text is what it is alone, no slot
+    is lost, and a long prompt does not stop the others."""
+    session = Session(tiny, dtype="fp32", device="cpu")
+    prompts = [
+        f"{word} " * count for word in ("Once", "The fox", "good day") for count in (1, 5, 9)
+    ]
+    alone = {p: session.generate(p, n=12, temp=0, ignore_eos=True).finish().text for p in prompts}
+    options = dict(max_tokens=12, temperature=0, ignore_eos=True)
+    with Server("-m", tiny, "--dtype", "fp32", "-np", 3, "--queue", 200) as served:
+        rss = lambda: int(Path(f"/proc/{served.process.pid}/statm").read_text().split()[1]) * 4096
+
+        def one(i: int) -> None:
+            prompt = prompts[i % len(prompts)]
+            if i % 3 == 0:
+                client = served.begin(body=dict(prompt=prompt, max_tokens=200, stream=i % 2 == 0))
+                time.sleep(i % 7 / 50)
+                client.close()
+            else:
+                assert served.complete(prompt, **options)["text"] == alone[prompt], prompt
+
+        def all_at_once(count: int) -> None:
+            with ThreadPoolExecutor(16) as pool:
+                list(pool.map(one, range(count)))
+
+        all_at_once(40)
+        before = rss()
+        all_at_once(160)
+        assert rss() < before + 50e6, "what keeps requests that have ended?"
+        # three texts at once: no slot is lost
+        texts = [
+            served.begin(body=dict(prompt=p, max_tokens=200, ignore_eos=True, stream=True))
+            for p in prompts[:3]
+        ]
+        assert all(text.getresponse().readline().startswith(b"data") for text in texts)
 
 
 def test_serve_refuses_to_start(monkeypatch, capfd, tmp_path):
@@ -506,16 +756,88 @@ def test_serve_refuses_to_start(monkeypatch, capfd, tmp_path):
         call = caller(serve.main, monkeypatch, capfd, "--device", "cpu")
         result = call("--port", port)
         assert_refused(result, f"cannot listen on 127.0.0.1, port {port}: Address already in use\n")
-    empty = "-m, --host or --api-key is empty"
+    empty = "-m, --host, --api-key or --alias is empty"
     for flags, said in (
-        (["--api-key="], empty), (["--host="], empty), (["-m", ""], empty),
+        (["--api-key="], empty), (["--host="], empty), (["-m", ""], empty), (["--alias="], empty),
+        (["--api-key", "\udcff"], "--api-key: '\\udcff': must be UTF-8"),
         (["--port", 65536], "65536: must be from 0 to 65,535"), (["--port", -1], "--port"),
         (["--queue", -1], "--queue"), (["--queue", 10_001], "must be from 0 to 10,000"),
-        (["--fp8", "--int4"], "both say how"), (["--temp", -1], "--temp"), (["-n", 5], "unknown flag -n (see --help)"),
+        (["--fp8", "--int4"], "both say how"), (["--temp", -1], "--temp"),
+        (["-n", 5], "unknown flag -n: did you mean -np? (see --help)"),
     ):  # fmt: skip
         assert_refused(call(*flags), said, code=2)
     args = serve.parse_args("--queue 10000 --port 65535 --temp 0.5".split())
     assert args.queue == 10_000 and cli_module.sampling_flags(args) == {"temp": 0.5}
+
+
+def test_serve_on_all_addresses():
+    """:: is IPv6's name for all of them, and IPv4's are among them; ::1 is one alone."""
+    for host, reached in ("::", {"::1", "127.0.0.1"}), ("::1", {"::1"}), ("0.0.0.0", {"127.0.0.1"}):
+        with serve.listen(host, 0) as listener:
+            port = listener.getsockname()[1]
+            for address in "::1", "127.0.0.1":
+                with suppress(ConnectionRefusedError), socket.create_connection((address, port)):
+                    assert address in reached
+                    reached.remove(address)
+            assert not reached, host
+
+
+def test_serve_names_of_models(tmp_path, monkeypatch):
+    """A file that is named by its content goes by the name inside it."""
+    assert serve.model_name("models/tales", None) == "tales"
+    assert serve.model_name("owner/name:Q8_0", None) == "owner/name:Q8_0"
+    assert serve.model_name("models/tales", "mine") == "mine"
+    monkeypatch.chdir(tmp_path)
+    writer = gguf.GGUFWriter("blob", "llama")
+    writer.add_name("Llama 3.2 1B")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    hashed = "sha256-" + "0123456789abcdef" * 4
+    for name, known in ("x.gguf", "x.gguf"), (hashed, "Llama 3.2 1B"):
+        shutil.copy("blob", name)
+        (tmp_path / "model.gguf").unlink(missing_ok=True)
+        (tmp_path / "model.gguf").symlink_to(name)
+        assert serve.model_name(name, None) == known
+        assert serve.model_name("model.gguf", None) == "model.gguf"
+
+
+def test_serve_bounds_its_queue():
+    """In bytes, too."""
+    args = serve.parse_args(["-m", str(TALES), "--quiet"])
+    front = serve.Frontend(args, None, "x", 9)
+    of_size = lambda size: serve.Client(1, CompletionRequest, b'{"prompt": "a"}'.ljust(size))
+    half = serve.QUEUE_BYTES // 2
+    front.clients[0] = of_size(half)
+
+    def refuses(size: int) -> bool:
+        try:
+            front.check_room(of_size(size))
+        except APIError as error:
+            assert (error.status_code, error.code) == (503, "queue_full")
+            return True
+        return False
+
+    assert not refuses(half) and refuses(half + 1)
+    del front.clients[0]  # its answer is written; one alone may be of any size
+    assert not refuses(serve.QUEUE_BYTES)
+
+
+def test_serve_without_descriptors():
+    """One line says so, once; those who leave make room."""
+
+    def few() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+
+    with Server("-m", TALES, preexec_fn=few) as served:
+        idle = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(150)]
+        time.sleep(2.5)
+        for connection in idle:
+            connection.close()
+        assert eventually(lambda: served.ask("/health", method="GET")[0] == 200)
+    [said] = [line for line in served.lines[3:] if "/health" not in line]
+    assert said == "note: socket.accept() out of system resource: Too many open files\n"
 
 
 def test_serve_on_several_ranks(server):
@@ -543,5 +865,5 @@ def test_serve_as_the_openai_package_asks(server):
     chunks = client.chat.completions.create(**asks, stream=True)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert text == whole.message.content
-    with pytest.raises(openai.BadRequestError, match="n must be absent or 1"):
-        client.chat.completions.create(**asks, n=2)
+    with pytest.raises(openai.BadRequestError, match="best_of must be absent or 1"):
+        client.chat.completions.create(**asks, extra_body={"best_of": 2})

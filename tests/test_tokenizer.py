@@ -5,6 +5,7 @@ import json
 import random
 import shutil
 import time
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import tokenizers
 import transformers
 from hypothesis import strategies as st
 
+from loading.checkpoint import open_tokenizer
+from loading.templates import TEMPLATES
 from tests.helpers import (
     FOX,
     HERE,
@@ -21,6 +24,7 @@ from tests.helpers import (
     TEXT,
     changed_json,
     conversation,
+    edit,
     encode_after,
     examples,
     streamed,
@@ -49,7 +53,7 @@ def in_parts(tokenizer: Tokenizer, text: str, cuts: list[int]) -> list[int]:
 @hypothesis.example(text="</s><s>", before="so.")
 @hypothesis.example(text=" two spaces  inside ", before="so.")
 def test_tokenizer_round_trip(tiny, text, before):
-    tokenizer = Tokenizer(tiny)
+    tokenizer = open_tokenizer(tiny)
     ids = tokenizer.encode(text, bos=False)
     assert tokenizer.decode(ids) == text == tokenizer.vocabulary.sp.decode(ids)
     assert tokenizer.bos not in ids and tokenizer.eos not in ids
@@ -75,7 +79,7 @@ def test_tokenizer_round_trip(tiny, text, before):
 def test_stop_strings_across_tokens(tiny, text, cuts, stops):
     """The one that ends first counts, however the text is cut into tokens; of those that end
     together, the longest. What only begins like one is shown, at the latest at the end."""
-    tokenizer = Tokenizer(tiny)
+    tokenizer = open_tokenizer(tiny)
     stream, shown = TextStream(tokenizer, stops=stops), ""
     ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
     expected = text[: min(ends)[1]] if ends else text
@@ -90,7 +94,7 @@ def test_stop_strings_across_tokens(tiny, text, cuts, stops):
 
 def test_continued_answers_keep_their_white_space():
     """But for a last space, which the next token brings."""
-    tokenizer = Tokenizer(TALES)
+    tokenizer = open_tokenizer(TALES)
     for said, kept, leaves_space in (
         ("A fox.", "A fox.", False), ("A fox ", "A fox", True), ("\nA fox\n", "A fox\n", False),
         ("A fox\n  ", "A fox\n ", True),
@@ -98,6 +102,74 @@ def test_continued_answers_keep_their_white_space():
         messages = [*FOX, {"role": "assistant", "content": said}]
         prompt = tokenizer.chat_prompt(messages, continues=True)
         assert prompt.text.endswith(f"[/INST] {kept}") and prompt.leaves_space == leaves_space
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_continued_answers_that_the_template_writes_too(name):
+    """An answer that looks like what the template writes after it ends where it is written."""
+    t = open_tokenizer(TALES, chat_template=name)
+    asked = t.chat_prompt(FOX).text
+    for said in "end", "s", ">", "</s>", "im_end|>\n", "INST", "ASSISTANT":
+        messages = [*FOX, {"role": "assistant", "content": said + " "}]
+        prompt = t.chat_prompt(messages, continues=True)
+        assert prompt.text.removeprefix(asked).strip() == said.strip(), (said, prompt.text)
+        assert prompt.leaves_space and prompt.text.startswith(asked.rstrip())
+    thinks = "{{ messages[0].content }}{{ messages[1].content.split('</think>')[-1] }}"
+    for template, said in (thinks, "<think>so</think>A"), ("{{ messages[0].content }}", "A"):
+        t.chat_template = t.tool_template = template
+        with pytest.raises(ValueError, match="it cannot be continued"):
+            t.chat_prompt([*FOX, {"role": "assistant", "content": said}], continues=True)
+
+
+def test_system_messages_that_a_template_rewrites_or_leaves_out(tiny):
+    """Whether there is a place for one is not told by how it is written."""
+    t = open_tokenizer(tiny, chat_template="chatml")
+    system = lambda text: {"role": "system", "content": text}
+    messages = [system("Be kind. /no_think"), *FOX, system("Be brief.")]
+    for written in "upper", "lower", "trim", "tojson", "title", "replace('/no_think', '')":
+        t.chat_template = "{% for m in messages %}{{ m.content | " + written + " }}{% endfor %}"
+        t.check_systems(messages)
+    for left_out in "m.role == 'user'", "loop.first or m.role == 'user'":
+        t.chat_template = "{% for m in messages if " + left_out + " %}{{ m.content }}{% endfor %}"
+        t.chat_template = t.chat_template.replace("loop.first", "m.content == messages[0].content")
+        with pytest.raises(ValueError, match="no place for this system message"):
+            t.check_systems(messages)
+        t.check_systems([system(" "), *FOX])
+    t.chat_template = "{{ messages[0].content }}{{ messages[1].content }}"
+    t.check_systems(messages[:1] + FOX + [system("")])
+    with pytest.raises(ValueError, match="no place"):
+        t.check_systems(messages)
+
+
+def test_work_is_linear_in_what_is_given(tiny):
+    """Ten times the messages or stop strings take some ten times as long, and memory follows."""
+    t = open_tokenizer(tiny, chat_template="chatml")
+
+    def seconds(work, *given) -> float:
+        began = time.process_time()
+        work(*given)
+        return time.process_time() - began
+
+    many = [{"role": "system", "content": f"{i:x}"} for i in range(20_000)]
+    for work in t.check_systems, t.chat_prompt:
+        assert seconds(work, [*many, *FOX]) < 40 * seconds(work, [*many[:2000], *FOX]) + 1, work
+    text = "a" * 3000
+    ids = [t.vocabulary.sp.piece_to_id("a")] * len(text)
+
+    def stream(count: int) -> None:
+        stops = [*(f"{text}{i}" for i in range(count)), text[:2000] + "b", "ab"]
+        stream = TextStream(t, stops=stops)
+        assert "".join(map(stream.push, ids)) + stream.finish() == text and not stream.stopped
+
+    assert seconds(stream, 1000) < 5 * seconds(stream, 10) + 1
+
+
+def test_texts_that_use_all_private_characters(tiny):
+    t = open_tokenizer(tiny, chat_template="chatml")
+    every = "".join(map(chr, range(0x100000, 0x10FFFE)))
+    assert t.chat_prompt(conversation(every[2:])).text.count(every[2:]) == 1
+    with pytest.raises(ValueError, match="every character for private use"):
+        t.chat_prompt(conversation(every))
 
 
 def test_continuation_takes_what_does_not_merge():
@@ -115,7 +187,7 @@ def test_continuation_takes_what_does_not_merge():
 @hypothesis.example(raw=b"\xed\xa0\x80\xc3\xa9\xe2\x82")
 def test_ids_and_bytes_that_are_no_text(tiny, raw):
     """Bytes that make no character are decoded as SentencePiece does."""
-    tokenizer = Tokenizer(tiny)
+    tokenizer = open_tokenizer(tiny)
     assert tokenizer.decode([-1, 1 << 40, 1 << 20]) == ""
     byte = {int(tokenizer.vocabulary.sp.id_to_piece(i)[3:5], 16): i for i in range(3, 259)}
     ids = [byte[b] for b in b"a" + raw]
@@ -125,7 +197,7 @@ def test_ids_and_bytes_that_are_no_text(tiny, raw):
 
 
 def test_half_typed_control_tokens(tiny):
-    t = Tokenizer(tiny)
+    t = open_tokenizer(tiny)
     halves = (("{}/s>", "a <"), ("{}/s>", "</s> <\n"), ("</{}", "s> a"), ("</{}", " s>"))
     for template, typed in halves:
         t.chat_template = template.format("{{ messages[0]['content'].strip() }}")
@@ -138,22 +210,24 @@ def test_half_typed_control_tokens(tiny):
 
 
 def test_added_tokens_and_bos(copy):
-    size = Tokenizer(copy).vocabulary.size
-    end = lambda *given: Tokenizer(copy, *given).control.get("<|im_end|>")
+    size = open_tokenizer(copy).vocabulary.size
+    end = lambda *given: open_tokenizer(copy, *given).control.get("<|im_end|>")
     (copy / "added_tokens.json").write_text(json.dumps({"<|im_end|>": size}))
     assert end() == end(size + 1) == size
     assert end(size) is None, "the model has no embedding for it"
-    assert Tokenizer(copy, bos_id=7).bos == 1, "the tokenizer's own comes first"
+    assert open_tokenizer(copy, bos_id=7).bos == 1, "the tokenizer's own comes first"
     for adds_bos, first in ((False, []), (True, [1]), (None, [1])):
         (copy / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": adds_bos}))
-        assert Tokenizer(copy).encode("x") == first + Tokenizer(copy).vocabulary.sp.encode("x")
+        assert open_tokenizer(copy).encode("x") == first + open_tokenizer(
+            copy
+        ).vocabulary.sp.encode("x")
     # as transformers 5 saves them, where tokenizer.model has stayed
     added = [
         dict(id=size + 1, content="<tool>", special=False),
         dict(id=size, content="<|im_end|>", special=True),
     ]
     (copy / "tokenizer.json").write_text(json.dumps({"added_tokens": [*added, dict(id="x"), 3]}))
-    t = Tokenizer(copy, size + 2)
+    t = open_tokenizer(copy, size + 2)
     assert t.control["<|im_end|>"] == size and t.decode([size + 1, size]) == "<tool>"
 
 
@@ -161,7 +235,7 @@ def test_added_tokens_of_a_tokenizer_model(copy):
     """Renamed pieces, flags, tokens that are found in a text, and the space before a text, as the
     configuration has them. The ids are those of transformers 4 (slow) and, but for renamed pieces
     of LlamaTokenizer, 5."""
-    sp = Tokenizer(copy).vocabulary.sp
+    sp = open_tokenizer(copy).vocabulary.sp
     size, unused = sp.vocab_size(), sp.vocab_size() - 1
     lost = sp.id_to_piece(unused).replace("\u2581", " ")
     added = {
@@ -178,7 +252,7 @@ def test_added_tokens_of_a_tokenizer_model(copy):
     for adds_space in (True, False):
         config["add_prefix_space"] = adds_space
         (copy / "tokenizer_config.json").write_text(json.dumps(config))
-        t = Tokenizer(copy, size + 2)
+        t = open_tokenizer(copy, size + 2)
         piece = sp.encode("a") if adds_space else [sp.piece_to_id("a")]
         after = lambda text: sp.encode("." + text)[len(sp.encode(".")) :]
         assert t.eos == unused and t.control.keys() == {"<s>", "</s>", "<|im_end|>", "<|x|>"}
@@ -198,7 +272,7 @@ def test_added_tokens_that_are_whole_words(copy, as_json):
     if as_json:
         (copy / "tokenizer.model").unlink()
         train_tokenizer_json(copy, "llama 3")
-    first = Tokenizer(copy).vocabulary.size_with_added
+    first = open_tokenizer(copy).vocabulary.size_with_added
     flags = dict(single_word=True, lstrip=False, rstrip=False, normalized=False)
     added = {
         first: dict(content="zqzq", special=False, **flags),
@@ -207,7 +281,7 @@ def test_added_tokens_that_are_whole_words(copy, as_json):
     template = "x<q>y <q> {{ messages[0].content }}"
     config = dict(added_tokens_decoder=added, chat_template=template)
     (copy / "tokenizer_config.json").write_text(json.dumps(config))
-    t = Tokenizer(copy)
+    t = open_tokenizer(copy)
     for text, count in ("zqzq", 1), ("a zqzq, b zqzq", 2), ("azqzq zqzqs _zqzq zqzq1", 0):
         assert t.encode(text).count(first) == count, text
     ids = t.apply_chat_template(conversation("zqzq zqzqs"))
@@ -226,14 +300,14 @@ def test_candidates_for_a_vocabulary(tmp_path):
         if raw is not None:
             (folder / "tokenizer.model").write_bytes(raw)
         for text in TEXT, "  x\n":
-            assert Tokenizer(folder).encode(text) == own.encode(text).ids
+            assert open_tokenizer(folder).encode(text) == own.encode(text).ids
     (folder / "config.json").write_text('{"model_type": "llama"}')
     with changed_json(folder / "tokenizer.json") as raw:
         raw["model"] |= dict(byte_fallback=False, fuse_unk=False)  # which old files do not say
     for legacy, prefix in itertools.product((True, False), (True, False, None)):
         with changed_json(folder / "tokenizer_config.json") as config:
             config |= dict(tokenizer_class="LlamaTokenizer", legacy=legacy, add_prefix_space=prefix)
-        ours, theirs = Tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+        ours, theirs = open_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
         for text in (TEXT, "  x\n", *(random_text(20) for _ in range(50))):
             assert ours.encode(text) == theirs(text)["input_ids"], (legacy, prefix, text)
         chat = conversation("the fox", " a", "x ")
@@ -251,7 +325,7 @@ def test_unknown_tokens_of_unigram(tmp_path):
     own.save(str(tmp_path / "tokenizer.json"))
     for text in ("a\n\na", "日本語 a", "aé"):
         ids = own.encode(text, add_special_tokens=False).ids
-        assert Tokenizer(tmp_path).encode(text, bos=False) == ids
+        assert open_tokenizer(tmp_path).encode(text, bos=False) == ids
 
 
 @pytest.mark.parametrize("normalized", [True, False])
@@ -265,14 +339,14 @@ def test_control_tokens_in_normalised_text(tmp_path, normalized):
     own.add_tokens([tokenizers.AddedToken("<|x|>", normalized=normalized)])
     own.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text("<|x|>{{ messages[0].content }}")
-    ids = Tokenizer(tmp_path).apply_chat_template(conversation("ab"))
+    ids = open_tokenizer(tmp_path).apply_chat_template(conversation("ab"))
     assert ids == own.encode("<|x|>ab", add_special_tokens=False).ids
 
 
 def test_user_defined_turn_marks(tmp_path):
     """They are control tokens where a template writes them, and only there."""
     train_sentencepiece(tmp_path, user_defined_symbols=["<|im_start|>", "<|im_end|>"])
-    t = Tokenizer(tmp_path, chat_template="chatml")
+    t = open_tokenizer(tmp_path, chat_template="chatml")
     end = t.control["<|im_end|>"]
     assert t.apply_chat_template(conversation("U")).count(end) == 1 and t.decode([end]) == ""
     typed = "a <|im_end|> b<|im_end|><|im_start|>"
@@ -289,7 +363,7 @@ def test_control_tokens_of_a_tokenizer_model(tmp_path, legacy):
     config = {"chat_template": CHAT_FAMILIES["mistral 7b v0.3"][2]}
     config |= {} if legacy is None else {"legacy": legacy}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    t = Tokenizer(tmp_path)
+    t = open_tokenizer(tmp_path)
     begin, end = t.control["[INST]"], t.control["[/INST]"]
     # after the space that SentencePiece adds
     enc = lambda text: t.vocabulary.sp.encode(" " + text if legacy else text)
@@ -390,8 +464,8 @@ def random_text(length: int) -> str:
 
 @pytest.mark.parametrize("family", CHAT_FAMILIES)
 def test_tokenizer_json_equals_transformers(tmp_path, family):
-    """Text, whole and in two parts, and conversations."""
-    ours = Tokenizer(train_tokenizer_json(tmp_path, family))
+    """Text, whole and in two parts, with control tokens, and conversations."""
+    ours = open_tokenizer(train_tokenizer_json(tmp_path, family))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for _ in range(150):
         text = random_text(30)
@@ -402,6 +476,10 @@ def test_tokenizer_json_equals_transformers(tmp_path, family):
         assert not any("\ufffd" in piece for piece in pieces), (text,)
         split = random.randrange(1, len(text) + 2)
         joined = ours.encode(text[:split], bos=False) + encode_after(ours, text[split:])
+        marked = "".join(random.choices([*ours.control, "x", " ", "a b", "\n"], k=7))
+        parsed = ours.encode(marked, parse_special=True)
+        assert parsed == theirs(marked)["input_ids"], (marked,)
+        assert ours.decode(parsed, marks=True) == theirs.decode(parsed), (marked,)
         # "pieces" begin with a space, unless the text does
         whole = text.removeprefix(" ") if CHAT_FAMILIES[family][0] == "pieces" else text
         assert ours.decode(ids) == ours.decode(joined) == whole, (text, split)
@@ -417,6 +495,32 @@ def test_tokenizer_json_equals_transformers(tmp_path, family):
         asked = dict(add_generation_prompt=more, return_dict=False)
         expected = theirs.apply_chat_template(messages, **asked)
         assert ours.apply_chat_template(messages, more) == expected, messages
+
+
+@pytest.mark.parametrize("kind", ["Qwen2Tokenizer", "GPT2Tokenizer"])
+def test_vocabulary_and_merges_in_two_files(tmp_path, kind):
+    """As older tokenizers of byte pairs have them. What cannot be read says what to take instead."""
+    with changed_json(train_tokenizer_json(tmp_path, "qwen 3") / "tokenizer.json") as raw:
+        model, added = raw["model"], raw["added_tokens"]
+    (tmp_path / "tokenizer.json").unlink()
+    decoder = {token["id"]: dict(content=token["content"], special=True) for token in added}
+    with changed_json(tmp_path / "tokenizer_config.json") as config:
+        config |= dict(tokenizer_class=kind, added_tokens_decoder=decoder)
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = [" ".join(merge) for merge in model["merges"]]
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+    ours, theirs = open_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for _ in range(100):
+        text = random_text(30) + random.choice(["", *ours.control])
+        assert ours.encode(text, parse_special=True) == theirs(text)["input_ids"], (text,)
+    edit(tmp_path / "tokenizer_config.json", tokenizer_class="BloomTokenizer")
+    with pytest.raises(ValueError, match="of BloomTokenizer: save it by transformers"):
+        open_tokenizer(tmp_path)
+    (tmp_path / "merges.txt").rename(tmp_path / "tekken.json")
+    with pytest.raises(
+        OSError, match="tekken.json, which it has, take the version in Hugging Face"
+    ):
+        open_tokenizer(tmp_path)
 
 
 def in_vocabulary(raw: dict, config: dict) -> None:
@@ -481,7 +585,7 @@ def test_unusual_tokenizer_json_equals_transformers(tmp_path, family, how):
     config = folder / "tokenizer_config.json"
     with changed_json(folder / "tokenizer.json") as raw, changed_json(config) as said:
         UNUSUAL[how](raw, said)
-    ours, theirs = Tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    ours, theirs = open_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
     for text in ("Once upon a time", " a  b", "\u00e9  a"):
         ids = theirs(text)["input_ids"]
         assert ours.encode(text) == ids
@@ -502,14 +606,14 @@ def test_template_has_what_transformers_gives(tmp_path):
     (tmp_path / "chat_template.jinja").write_text(source)
     messages = conversation("<a> Ż", "b", "c")
     expected = theirs.apply_chat_template(messages, tokenize=False)
-    assert Tokenizer(tmp_path).chat_prompt(messages).text == expected
+    assert open_tokenizer(tmp_path).chat_prompt(messages).text == expected
 
 
 @pytest.mark.parametrize("family", CHAT_FAMILIES)
 def test_typed_control_tokens_are_text(tmp_path, family):
     """Wherever the template puts them: control tokens are those of a harmless talk, and no
     character is lost."""
-    t = Tokenizer(train_tokenizer_json(tmp_path, family))
+    t = open_tokenizer(train_tokenizer_json(tmp_path, family))
     numbers, names = set(t.control.values()), [name for name in t.control if "think" not in name]
     halves = [name[: random.randrange(len(name))] for name in names] + [n[2:] for n in names]
     parts = [*names, *halves, " ", "\n", "x", "<"]
@@ -531,7 +635,7 @@ def test_typed_control_tokens_are_text(tmp_path, family):
 def test_answers_keep_their_tokens(tmp_path, family):
     """A conversation goes on after the very tokens of an answer, and the template says which token
     ended it."""
-    t = Tokenizer(train_tokenizer_json(tmp_path, family))
+    t = open_tokenizer(train_tokenizer_json(tmp_path, family))
     ids, stops = t.turn_ends()
     asked = conversation("tell me")
     prompt = t.chat_prompt(asked)
@@ -540,8 +644,8 @@ def test_answers_keep_their_tokens(tmp_path, family):
         letters = [i for letter in answer for i in encode_after(t, letter)]
         past = Prompt(prompt.text, prompt.ids + letters, answer)
         second = conversation("tell me", answer, "go on")
-        assert t.chat_prompt(asked, past=past) == prompt, "it is continued, not given again"
-        again = t.chat_prompt(second, past=past)
+        assert t.chat_prompt(asked, pasts=[past]) == prompt, "it is continued, not given again"
+        again = t.chat_prompt(second, pasts=[past])
         if not again.text.startswith(prompt.text):
             # which writes <think> before an answer, but not before a past one
             assert "deepseek" in family
@@ -552,7 +656,7 @@ def test_answers_keep_their_tokens(tmp_path, family):
     assert same(again.ids) == same(t.apply_chat_template(second))
     assert ids == {end} <= set(t.control.values())
     assert stops == (["<|user|>"] if "zephyr" in family else [])
-    other = t.chat_prompt(second, past=replace(past, answer="another"))
+    other = t.chat_prompt(second, pasts=[replace(past, answer="another")])
     assert other.ids == t.apply_chat_template(second), "not what the conversation holds"
     past = Prompt("ask:", [1], " a tale")
     found = [
@@ -562,8 +666,8 @@ def test_answers_keep_their_tokens(tmp_path, family):
     # the last question again: the answers before it keep their ids
     third = conversation("tell me", answer, "go on", "more", "and?")
     past = replace(again, ids=again.ids + t.encode("more", bos=False), answer="more")
-    for answered in (past, replace(t.chat_prompt(third, past=past), answer="no")):
-        assert t.chat_prompt(second, past=answered) == again
+    for answered in (past, replace(t.chat_prompt(third, pasts=[past]), answer="no")):
+        assert t.chat_prompt(second, pasts=[answered]) == again
 
 
 def test_control_token_in_the_vocabulary(tmp_path):
@@ -573,7 +677,7 @@ def test_control_token_in_the_vocabulary(tmp_path):
         raw["model"] |= dict(ignore_merges=True, dropout=0.9)
         raw["pre_tokenizer"] |= dict(use_regex=False)
         raw["model"]["vocab"] |= {token["content"]: token["id"] for token in raw["added_tokens"]}
-    t = Tokenizer(tmp_path)
+    t = open_tokenizer(tmp_path)
     ids = t.encode("<|eot_id|>", bos=False)
     assert t.control["<|eot_id|>"] not in ids and t.decode(ids) == "<|eot_id|>"
     assert len({tuple(t.encode("Once upon a time")) for _ in range(9)}) == 1
@@ -589,13 +693,41 @@ def test_many_control_tokens(tmp_path):
         raw["added_tokens"] += more
     template = "<sound_77>{{ messages[0]['content'] }}<sound_777><sound_77<<<a"
     (tmp_path / "chat_template.jinja").write_text(template)
-    began, t = time.process_time(), Tokenizer(tmp_path)
+    began, t = time.process_time(), open_tokenizer(tmp_path)
     numbers = set(t.control.values())
     expected = [t.control[name] for name in ("<sound_77>", "<sound_777>", "<<<a")]
     for typed in ("<" * 5_000, "<sound_77><sound_7", "_3>", "x"):
         control = [i for i in t.apply_chat_template(conversation(typed)) if i in numbers]
         assert control == expected, typed[:99]
     assert time.process_time() - began < 60
+
+
+def test_long_and_empty_control_tokens(tmp_path):
+    """Memory follows the file's size. What is empty is no token."""
+    name = f"<{'long' * 10_000}>"
+    with changed_json(train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json") as raw:
+        start, like = max(token["id"] for token in raw["added_tokens"]) + 1, raw["added_tokens"][0]
+        more = [like | {"id": start, "content": ""}, like | {"id": start + 1, "content": name}]
+        raw["added_tokens"] += more
+    tracemalloc.start()
+    t = open_tokenizer(tmp_path)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 100e6 and name in t.control and "" not in t.control
+    t.chat_template = "{{ messages[0].content }}long>"
+    assert t.control[name] not in t.chat_prompt(conversation(name.removesuffix("long>"))).ids
+
+
+def test_a_tokenizer_that_panics(tmp_path):
+    """Its library raises what is no Exception for a pattern that backtracks too often."""
+    with changed_json(train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json") as raw:
+        split = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated"}
+        cuts = [split | {"invert": False}, raw["pre_tokenizer"]]
+        raw["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": cuts}
+    t = open_tokenizer(tmp_path)
+    assert t.decode(t.encode("aab", bos=False)) == "aab"
+    with pytest.raises(ValueError, match="^the tokenizer fails at this text: "):
+        t.encode("a" * 60 + "b")
 
 
 REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
@@ -620,4 +752,4 @@ def test_spoiled_tokenizer_json(tmp_path, changes, said):
     with changed_json(train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json") as raw:
         raw |= changes | {"model": raw["model"] | changes.get("model", {})}
     with pytest.raises(ValueError, match=said):
-        Tokenizer(tmp_path, vocab_size=100)
+        open_tokenizer(tmp_path, vocab_size=100)

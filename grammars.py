@@ -1,0 +1,104 @@
+"""Grammars of texts, in Lark as llguidance takes it: for a JSON schema, a regular expression, some
+strings, and what llama.cpp calls a grammar.
+
+This needs no torch, and llguidance only for llama.cpp's grammars."""
+
+import json
+import re
+from collections.abc import Sequence
+
+from loading.files import one_line
+
+MOST_CHARACTERS = 1 << 18  # of a grammar: larger ones take seconds to compile
+# White space after commas and colons only: free white space may go on until the text is cut
+JSON_STYLE = {
+    "item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "lenient": False,
+}  # fmt: skip
+
+
+def json_value(schema: dict | bool | str) -> str:
+    """The value that a JSON schema describes, in Lark. Raises ValueError for what is no schema."""
+    try:
+        if isinstance(schema, str):
+            schema = json.loads(schema)
+        if schema is True:
+            schema = {}
+        if not isinstance(schema, dict):
+            raise ValueError("it must be an object of JSON")
+        text = json.dumps(schema)
+        checked_size(text)
+        if '"allOf"' not in text:  # parts of which each has some of the properties
+            schema = closed(schema)
+        return "%json " + json.dumps(schema | {"x-guidance": JSON_STYLE}, ensure_ascii=False)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the JSON schema: {error}") from None
+
+
+# where a schema has others: as a value, in a list, by name
+INSIDE = ("items", "additionalProperties")
+LISTED = ("anyOf", "oneOf", "prefixItems")
+NAMED = ("properties", "$defs", "definitions")
+
+
+def closed(schema: object) -> object:
+    """A schema whose objects have no properties but those it names, where it does not say so, as in
+    llama.cpp: a small model would invent more and more of them."""
+    if not isinstance(schema, dict):
+        return schema
+    schema = dict(schema)
+    for key, value in schema.items():
+        if key in INSIDE:
+            schema[key] = closed(value)
+        elif key in LISTED and isinstance(value, list):
+            schema[key] = [*map(closed, value)]
+        elif key in NAMED and isinstance(value, dict):
+            schema[key] = {name: closed(item) for name, item in value.items()}
+    named = schema.get("properties")
+    required = schema.get("required", [])
+    known = isinstance(named, dict) and isinstance(required, list)
+    if known and {*map(str, required)} <= named.keys() and "patternProperties" not in schema:
+        schema.setdefault("additionalProperties", False)
+    return schema
+
+
+def json_grammar(schema: dict | bool | str) -> str:
+    return f"start: {json_value(schema)}"
+
+
+def literal(text: str) -> str:
+    """A string, in Lark."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    return f"start: {' | '.join(map(literal, choices))}"
+
+
+def regex_grammar(pattern: str) -> str:
+    escaped = re.sub(r"\\.|/|\n", lambda m: {"/": r"\/", "\n": r"\n"}.get(m[0], m[0]), pattern)
+    return f"start: /{escaped}/"
+
+
+def lark_grammar(text: str) -> str:
+    """A grammar in Lark or in llama.cpp's GBNF, in Lark. Raises ValueError."""
+    if "::=" not in text:
+        return text
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    checked_size(text)
+    try:
+        return gbnf_to_lark(text)
+    except Exception as error:  # also IndexError and RecursionError, for what is no grammar
+        raise ValueError(f"the grammar: {one_line(str(error))}") from None
+
+
+def is_one_rule(grammar: str | None) -> bool:
+    """Whether it is what the functions above write, but for lark_grammar."""
+    return grammar is not None and grammar.startswith("start: ") and "\n" not in grammar
+
+
+def checked_size(grammar: str) -> None:
+    """Raise ValueError for a grammar that is too large."""
+    if len(grammar) > MOST_CHARACTERS:
+        has = f"it has {len(grammar):,} characters"
+        raise ValueError(f"the grammar or JSON schema is too large: {has}, of {MOST_CHARACTERS:,}")

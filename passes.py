@@ -1,0 +1,407 @@
+"""Passes over the weights: what one evaluates, and how it is run.
+
+    Cache      keys and values of all sequences, and their tokens
+    Pass       the tokens that are evaluated next, as the ops of the model read them
+    Passes     the passes over one cache, their memory and their CUDA graphs
+
+engine.py decides which passes there are. A prompt's chunk, several texts of which each goes on by a token,
+and proposals that are checked are all passes: segments of sequences, with rows whose logits are wanted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from launch import Scratch, captured
+from model import Llama, rope_table
+from products import MAX_FEW
+from sampling import Sampler, Sampling, Switches, mask_without
+
+# How many tokens of a prompt are evaluated at once: enough to be compute-bound, with little
+# workspace
+PROMPT_CHUNK = {"cpu": 512, "cuda": 2048}
+# Numbers of tokens that are captured as CUDA graphs; a prompt is padded to the next one. Up to
+# about 190 tokens, a prompt takes as long as reading the weights; beyond, as long as its
+# arithmetic, so that a step is at most a twelfth of the length. The longest is two chunks, since a
+# small remainder would have to read and decode all the weights again
+LENGTHS = (1, 8, 16, 32, 48, 64, 96, 128, 160)
+LENGTHS += (*range(192, 384, 16), *range(384, 768, 32), *range(768, 2048, 64))
+LENGTHS += tuple(range(2048, 4097, 128))
+TEXTS = (1, 2, 4, 8, 16, 32, 64)  # numbers of texts that are captured; others are padded
+MOST_TEXTS = TEXTS[-1]
+AHEAD = 2  # positions behind the last of a sequence that a pass launched ahead may write
+SPARE = 16  # places that padding writes: as many as a padded segment may have rows
+
+
+class ContextFull(ValueError):
+    """There are more tokens than the context holds."""
+
+
+# ---- the cache
+
+
+class Cache:
+    """Keys, values and tokens of all sequences. Each sequence has a run of places of its own, one after
+    another: the positions of one begin at its slot's `first`.
+
+    Keys and values of a layer are a tensor [KH, P, D] each, in the model's kv_dtype, so the positions of
+    a head are contiguous. Behind all runs lie the places that padding writes."""
+
+    def __init__(self, model: Llama, slots: int, size: int):
+        """size: positions of a sequence."""
+        c = model.config
+        device = model.device
+        self.size = size
+        self.run = size + AHEAD  # places of a sequence
+        self.spare = slots * self.run
+        places = -(-(self.spare + SPARE) // 16) * 16
+        shape = (c.n_layers, c.n_kv_heads, places, c.head_dim)
+        self.keys = torch.zeros(shape, dtype=model.kv_dtype, device=device)
+        self.values = torch.zeros(shape, dtype=model.kv_dtype, device=device)
+        self.rope = rope_table(c, self.run).to(device)  # [positions, D/2, 2]
+        # The token at each place; what was sampled is there once more for the host
+        self.tokens = torch.zeros(places, dtype=torch.int32, device=device)
+        pinned = device.type == "cuda"
+        self.drawn = torch.zeros(places, dtype=torch.int32, pin_memory=pinned)
+        self.scratch = Scratch(device)
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Copy the first positions of one run to another."""
+        for whole in (self.keys, self.values):
+            whole[:, :, target : target + count] = whole[:, :, source : source + count]
+        self.tokens[target : target + count] = self.tokens[source : source + count]
+
+
+# ---- a pass
+
+
+class Segment(NamedTuple):
+    """Some tokens of one sequence, one after the other."""
+
+    first: int  # the place of the sequence's position 0
+    start: int  # the position of the first of these tokens
+    count: int
+
+
+class Wish(NamedTuple):
+    """How the next token of a sequence is chosen."""
+
+    sampling: Sampling
+    mask: Tensor | None = None  # int32 [ceil(V / 32)]: a bit for each token that may be; None: all
+    bias: Mapping[int, float] | None = None  # added to the logits of these ids
+    begins: int = 0  # where its text begins: how many tokens the prompt has
+
+
+class Pass:
+    """T tokens of N sequences that are evaluated next, N segments of up to T / N rows: attention.PassView.
+
+    Where they lie is one tensor on the device. After a pass whose samples are evaluated next, torch adds
+    one to what has moved on, so that a captured graph can be replayed without the host."""
+
+    def __init__(self, model: Llama, cache: Cache, T: int, N: int, one_row: bool, logits: Tensor):
+        """one_row: only the logits of the last token are wanted. logits: memory for them, float32
+        [at least R, V]."""
+        device = cache.tokens.device
+        self.spare = cache.spare
+        self.longest = T // N
+        self.feeds = self.longest == 1 or one_row
+        self._now_and_step = torch.zeros(2, 2 * T + 4 * N, dtype=torch.int32, device=device)
+        self._step = self._now_and_step[1]
+        self.lie_in(self._now_and_step[0], T, N)
+        self.rows: Tensor | None = None
+        if one_row:
+            self.rows = torch.zeros(1, dtype=torch.int64, device=device)
+        self.logits = logits[: 1 if one_row else T]
+        self.sampler = Sampler(device, len(self.logits))
+        self.sequences: list = []  # whose settings the sampler has, as the engine knows them
+        self.switches: Switches | None = None  # of these settings
+        self.expected: list[int] = []  # the position of each, if nothing but this pass moves it
+        self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}  # by what the pass does
+        # what belongs to the cache and to the model
+        self.size = cache.size
+        self.tokens = cache.tokens
+        self.drawn = cache.drawn
+        self.k = cache.keys.unbind()
+        self.v = cache.values.unbind()
+        self.kept: tuple[tuple[int, Tensor], ...] = ()
+        self.rope = cache.rope
+        self.scratch = cache.scratch
+        self.norm_eps = model.config.norm_eps
+        self.experts_per_token = model.config.experts_per_token
+        self.norm_topk = model.config.norm_topk
+
+    def lie_in(self, now: Tensor, T: int, N: int) -> None:
+        """Have this memory, int32 [2 T + 4 N], for where the rows lie."""
+        self.now = now
+        self.place, self.position, segments = now.split([T, T, 4 * N])
+        self.segments = segments.view(N, 4)
+
+    def take(self, segments: list[Segment]) -> None:
+        """Evaluate these next. The rows that they leave are padding: of a prompt, copies of nothing at a
+        spare place; of several texts, whole segments there."""
+        T, N = len(self.place), len(self.segments)
+        places: list[int] = []
+        positions: list[int] = []
+        table: list[int] = []
+        moves: list[int] = []
+        for first, start, count in segments:
+            table += [first, start, len(places), count]
+            moves += [0, int(self.feeds), 0, 0]
+            places += range(first + start, first + start + count)
+            positions += range(start, start + count)
+        real = len(places)
+        if self.rows is not None:
+            self.rows.fill_(real - 1)
+        for begin in range(real, T, self.longest) if N > 1 else ():
+            table += [self.spare, 0, begin, self.longest]
+            moves += [0] * 4
+        positions += [i % self.longest if N > 1 else 0 for i in range(T - real)]
+        places += [self.spare + position for position in positions[real:]]
+        steps = [int(self.feeds and i < real) for i in range(T)]
+        values = [places + positions + table, steps + steps + moves]
+        self._now_and_step.copy_(
+            on_its_way(values, torch.int32, self.place.device), non_blocking=True
+        )
+
+    def move(self) -> None:
+        """Go on to the tokens that were sampled."""
+        if self.feeds:
+            self.now.add_(self._step)
+
+
+def on_its_way(values: list, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Values in memory from which a GPU copies while the host goes on."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+# ---- running them
+
+
+class Moment:
+    """A moment in the work of a device. On a GPU it comes when everything launched so far is
+    done."""
+
+    def __init__(self, device: torch.device):
+        self.time = time.perf_counter()
+        self.event = None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        if self.event:
+            self.event.synchronize()
+
+    def since(self, start: Moment) -> float:
+        """The seconds from `start` to this moment, once it has come."""
+        if self.event:
+            return start.event.elapsed_time(self.event) / 1e3
+        return self.time - start.time
+
+
+class Follower(Protocol):
+    """Who goes on from the model's hidden states: speculation/heads.py."""
+
+    def kept(self, T: int) -> tuple[tuple[int, Tensor], ...]:
+        """Memory for those of a pass of T tokens: PassView.kept."""
+
+    def follow(self, pass_: Pass, first: int, start: int, count: int) -> None:
+        """A pass has evaluated so many tokens of a prompt, from the position `start` on."""
+
+
+class Passes:
+    """The passes over the cache of one model. On a GPU each is a replay of a CUDA graph, which is captured
+    the first time."""
+
+    def __init__(self, model: Llama, slots: int = 1, size: int | None = None):
+        """slots: sequences that have a place in the cache. size: positions of each, by default the
+        model's context."""
+        self.model = model
+        self.size = size or model.ctx_size
+        self.cache = Cache(model, slots, self.size)
+        # of the pass that was evaluated last; of a prompt, those of its last token
+        most = max(MAX_FEW, self.segments(slots))
+        self.logits = torch.zeros(most, model.config.vocab_size, device=model.device)
+        self.follower: Follower | None = None
+        self._passes: dict[tuple[int, int, bool], Pass] = {}
+        self._pool: tuple[int, int] | None = None  # memory that all graphs share
+
+    def check_room(self, count: int) -> None:
+        """Raise ContextFull if a text of so many tokens does not fit."""
+        if count > self.size:
+            holds = f"the context holds {self.size} (ctx_size)"
+            raise ContextFull(f"the text has {count} tokens; {holds}")
+
+    def of(self, T: int, N: int, one_row: bool = False) -> Pass:
+        """The pass of T tokens of N sequences."""
+        key = (T, N, one_row)
+        if key not in self._passes:
+            self._passes[key] = Pass(self.model, self.cache, T, N, one_row, self.logits)
+            if one_row and self.follower:
+                self._passes[key].kept = self.follower.kept(T)
+        return self._passes[key]
+
+    def segments(self, texts: int) -> int:
+        """How many segments a pass of so many texts has."""
+        if self.model.uses_graphs:
+            return next(n for n in TEXTS if n >= texts)
+        return texts
+
+    def put(self, place: int, ids: list[int]) -> None:
+        """Put tokens into the cache. An id of -1, which stands for logits that are not finite, becomes
+        0."""
+        if ids:
+            tokens = self.cache.tokens
+            known = on_its_way([max(id, 0) for id in ids], torch.int32, tokens.device)
+            tokens[place : place + len(ids)].copy_(known, non_blocking=True)
+
+    def settle(self, pass_: Pass, wishes: list[Wish]) -> None:
+        """Give the rows of each segment its settings."""
+        V = self.model.config.vocab_size
+        rows = [wish for wish in wishes for _ in range(pass_.longest)]
+        masks = biases = None
+        if any(wish.mask is not None for wish in rows):
+            every = mask_without((), V)
+            masks = torch.stack([every if wish.mask is None else wish.mask for wish in rows])
+        if any(wish.bias for wish in rows):
+            biases = torch.zeros(len(rows), V)
+            for row, wish in zip(biases, rows):
+                for id, bias in (wish.bias or {}).items():
+                    row[id] = bias
+        settings = [wish.sampling for wish in rows]
+        pass_.sampler.set(settings, masks, biases, [wish.begins for wish in rows])
+        pass_.switches = pass_.sampler.switches(V)
+
+    # What a pass may do
+
+    def evaluate(self, pass_: Pass) -> None:
+        self.run(("evaluate",), pass_, partial(self.model.forward, pass_, pass_.logits))
+
+    def sample(self, pass_: Pass) -> None:
+        """Sample from the logits, and move on to what was sampled."""
+        self.run(("sample", pass_.switches), pass_, partial(self._sample, pass_))
+
+    def step(self, pass_: Pass) -> None:
+        """Both of these."""
+        self.run(("step", pass_.switches), pass_, partial(self.advance, pass_))
+
+    def advance(self, pass_: Pass) -> None:
+        self.model.forward(pass_, pass_.logits)
+        self._sample(pass_)
+
+    def _sample(self, pass_: Pass) -> None:
+        self.model.ops.sample(pass_.logits, pass_)
+        pass_.move()
+
+    def run(self, what: tuple, pass_: Pass, run: Callable[[], object]) -> None:
+        """Call `run`, which is what a pass does; on a GPU as a graph. All graphs share memory, since
+        nothing outlives a replay."""
+        if not self.model.uses_graphs:
+            run()
+            return
+        if what not in pass_.graphs:
+            now = pass_.now.clone()
+            logits = pass_.logits.clone()
+
+            def reset() -> None:
+                pass_.now.copy_(now)
+                pass_.logits.copy_(logits)
+
+            graph = captured(run, self.model.device, reset, self._pool)
+            self._pool = self._pool or graph.pool()
+            pass_.graphs[what] = graph
+        pass_.graphs[what].replay()
+
+    # Prompts
+
+    def chunk(self, left: int, most: int | None = None) -> int:
+        """How many of so many tokens of a prompt are evaluated at once."""
+        chunk = most or PROMPT_CHUNK[self.model.device.type]
+        longest = chunk
+        if self.model.uses_graphs and not most:
+            longest = max(LENGTHS)
+        return left if left <= longest else chunk
+
+    def evaluate_prompt(self, ids: list[int], start: int, first: int) -> None:
+        """Evaluate tokens of a sequence at once, from the position `start` on; `first` is the place of
+        its position 0. The last one's logits go to self.logits[0]. On a GPU the tokens are padded to
+        the next of LENGTHS."""
+        length = len(ids)
+        if self.model.uses_graphs:
+            length = next(n for n in LENGTHS if n >= length)
+        pass_ = self.of(length, 1, one_row=True)
+        self.put(first + start, ids)
+        pass_.take([Segment(first, start, len(ids))])
+
+        def run() -> None:
+            # Freed at once. Graphs of all lengths find their memory within this block; otherwise
+            # each new longest one would add blocks of its own
+            if self.model.uses_graphs:
+                most = self.model.prompt_memory(min(max(LENGTHS), self.size))
+                torch.empty(most, dtype=torch.uint8, device=self.model.device)
+            self.model.forward(pass_, pass_.logits)
+
+        self.run(("prompt",), pass_, run)
+        if self.follower:
+            self.follower.follow(pass_, first, start, len(ids))
+
+    # Sequences by hand: for drafts, scores, measurements and perplexity
+
+    @torch.inference_mode()
+    def prefill(self, ids: list[int], start: int = 0, first: int = 0) -> Tensor:
+        """Evaluate tokens of a sequence, chunk by chunk; see evaluate_prompt. Returns the logits of the
+        last one, float32 [V]."""
+        self.check_room(start + len(ids))
+        done = 0
+        while done < len(ids):
+            count = self.chunk(len(ids) - done)
+            self.evaluate_prompt(ids[done : done + count], start + done, first)
+            done += count
+        return self.logits[0]
+
+    @torch.inference_mode()
+    def forward(self, ids: list[int], start: int = 0, first: int = 0) -> Tensor:
+        """The same for T tokens at once. Returns the logits of all of them, float32 [T, V]."""
+        self.check_room(start + len(ids))
+        V = self.model.config.vocab_size
+        logits = torch.empty(len(ids), V, device=self.model.device)
+        pass_ = Pass(self.model, self.cache, len(ids), 1, False, logits)
+        self.put(first + start, ids)
+        pass_.take([Segment(first, start, len(ids))])
+        return self.model.forward(pass_, logits)
+
+    @torch.inference_mode()
+    def sample_on(
+        self,
+        ids: list[int],
+        known: int,
+        first: int,
+        n: int,
+        wish: Wish,
+    ) -> list[int]:
+        """The n tokens that follow ids, of which the first `known` have been evaluated, in the run that
+        begins at the place `first`."""
+        self.prefill(ids[known:], known, first)
+        pass_ = self.of(1, 1)
+        pass_.take([Segment(first, len(ids) - 1, 1)])
+        self.settle(pass_, [wish])
+        pass_.sequences = []
+        self.sample(pass_)
+        for _ in range(n - 1):
+            self.step(pass_)
+        Moment(self.model.device).wait()
+        place = first + len(ids)
+        return self.cache.drawn[place : place + n].tolist()
+
+    def at(self, start: int, count: int, texts: int = 1) -> Pass:
+        """A pass of `count` tokens of each of the first sequences, from a position on, with the logits
+        of all of them."""
+        logits = torch.zeros(texts * count, self.model.config.vocab_size, device=self.model.device)
+        pass_ = Pass(self.model, self.cache, texts * count, texts, False, logits)
+        pass_.take([Segment(i * self.cache.run, start, count) for i in range(texts)])
+        return pass_

@@ -1,0 +1,561 @@
+"""Tests of speculation/heads.py: what a head proposes, beside plain torch, and what becomes of a text."""
+
+import json
+import math
+import random
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+
+from engine import Engine, Sequence
+from loading.checkpoint import load, read_config
+from sampling import Sampling, _choose_ref
+from speculation.head_file import HeadFile
+from speculation.heads import Head
+from speculation.proposals import Lookup
+from tests.helpers import (
+    MOST_PROBABLE,
+    NAN,
+    RAMP,
+    SEED,
+    assert_refused,
+    changed_json,
+    decode_in_graphs,
+    edit,
+    exact_model,
+    greedy,
+    hugging_face_model,
+    objects,
+)
+
+V, KNOWN = 300, 120  # the model's vocabulary, and the head's
+# Tokens that a text may have, so that some proposals are right; of these the head knows five
+FEW = [5, 6, 7, 8, 9, 10, 11]
+LAYERS = 8
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """The folder of a model with as many layers as heads need, and the same in transformers."""
+    folder = tmp_path_factory.mktemp("target")
+    torch.manual_seed(1)
+    model = hugging_face_model(V, num_key_value_heads=2, num_hidden_layers=LAYERS)
+    model.save_pretrained(folder)
+    return folder, model
+
+
+# ---- heads on disk
+
+
+def head_tensors(C: int, W: int, F: int, H: int, KH: int, D: int, prefix: str, **more) -> dict:
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns) * 1.5 * columns**-0.5
+
+    layer = {
+        "self_attn.q_proj": matrix(H * D, 2 * C),
+        "self_attn.k_proj": matrix(KH * D, 2 * C),
+        "self_attn.v_proj": matrix(KH * D, 2 * C),
+        "self_attn.o_proj": matrix(C, H * D),
+        "mlp.gate_proj": matrix(F, C),
+        "mlp.up_proj": matrix(F, C),
+        "mlp.down_proj": matrix(C, F),
+        "input_layernorm": torch.rand(C) + 0.5,
+        "hidden_norm": torch.rand(C) + 0.5,
+        "post_attention_layernorm": torch.rand(C) + 0.5,
+    }
+    others = [i for i in torch.randperm(V).tolist() if i not in FEW]
+    ids = torch.tensor(sorted(FEW[:5] + others[: KNOWN - 5]))
+    found = {f"{prefix}{name}.weight": values for name, values in layer.items()}
+    found |= {
+        "fc.weight": matrix(C, 3 * W),
+        "norm.weight": torch.rand(C) + 0.5,
+        "lm_head.weight": matrix(KNOWN, C),
+        "d2t": ids - torch.arange(KNOWN),
+        "t2d": torch.zeros(V, dtype=torch.bool).index_fill(0, ids, True),
+    }
+    return found | more
+
+
+def llama_fields(C: int, F: int, H: int, KH: int, **more) -> dict:
+    return dict(
+        model_type="llama", hidden_size=C, intermediate_size=F, num_attention_heads=H, num_key_value_heads=KH,
+        num_hidden_layers=1, vocab_size=V, rms_norm_eps=1e-3, rope_theta=5e3, max_position_embeddings=32,
+    ) | more  # fmt: skip
+
+
+def eagle_head(folder: Path, *, as_bin=False, **fields) -> Path:
+    """A head in EAGLE's layout, with the model's embedding."""
+    tensors = head_tensors(64, 64, 96, 4, 2, 16, "midlayer.")
+    config = llama_fields(64, 96, 4, 2, rope_scaling=RAMP)
+    config |= dict(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=KNOWN)
+    return written(folder, config | fields, tensors, as_bin)
+
+
+def speculators_head(folder: Path, **fields) -> Path:
+    """One in speculators' layout, narrower than the model, and so with an embedding of its own."""
+    own = {"embed_tokens.weight": torch.randn(V, 48)}
+    tensors = head_tensors(48, 64, 80, 3, 1, 16, "layers.0.", **own)
+    config = dict(
+        architectures=["Eagle3Speculator"], speculators_model_type="eagle3", draft_vocab_size=KNOWN,
+        norm_before_residual=True, target_hidden_size=64, eagle_aux_hidden_state_layer_ids=[1, 4, 4],
+        transformer_layer_config=llama_fields(48, 80, 3, 1),
+        speculators_config=dict(verifier=dict(architectures=["LlamaForCausalLM"])),
+    )  # fmt: skip
+    return written(folder, config | fields, tensors)
+
+
+def qwen_head(folder: Path) -> Path:
+    """One with norms of q and k, all of the vocabulary, and the normed state handed on."""
+    tensors = head_tensors(64, 64, 96, 4, 2, 24, "midlayer.")
+    for part in "qk":
+        tensors[f"midlayer.self_attn.{part}_norm.weight"] = torch.rand(24) + 0.5
+    tensors["lm_head.weight"] = torch.randn(V, 64) * 0.2
+    del tensors["d2t"], tensors["t2d"]
+    config = llama_fields(64, 96, 4, 2, model_type="qwen3", head_dim=24)
+    config |= dict(draft_vocab_size=V, norm_output=True)
+    config["eagle_config"] = dict(eagle_aux_hidden_state_layer_ids=[0, 3, 7])
+    return written(folder, config, tensors)
+
+
+def written(folder: Path, config: dict, tensors: dict, as_bin: bool = False) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    if as_bin:
+        torch.save(tensors, folder / "pytorch_model.bin")
+    else:
+        save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+HEADS = {
+    "eagle": eagle_head,
+    "eagle, torch.save": partial(eagle_head, as_bin=True),
+    "eagle, normed residual": partial(eagle_head, norm_before_residual=True),
+    "speculators": speculators_head,
+    "speculators, plain residual": partial(speculators_head, norm_before_residual=False),
+    "qwen": qwen_head,
+}
+
+
+# ---- plain torch
+
+
+class Reference:
+    """A head in plain torch, as EAGLE's cnets.py and vLLM have it: whole matrices of attention over all
+    tokens but the first, each beside the state before it."""
+
+    def __init__(self, folder: Path, model):
+        said = json.loads((folder / "config.json").read_text())
+        self.model = model
+        self.said = said
+        self.fields = said.get("transformer_layer_config", said)
+        if (folder / "pytorch_model.bin").exists():
+            tensors = torch.load(folder / "pytorch_model.bin")
+        else:
+            tensors = load_file(folder / "model.safetensors")
+        self.w = {
+            name.removesuffix(".weight")
+            .removeprefix("midlayer.")
+            .removeprefix("layers.0."): values.float()
+            for name, values in tensors.items()
+        }
+        self.table = self.w.get("embed_tokens", model.get_input_embeddings().weight.detach())
+        ids = said.get("eagle_aux_hidden_state_layer_ids")
+        ids = ids or said.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
+        self.layers = ids or [2, LAYERS // 2, LAYERS - 3]
+        self.ids = torch.arange(V)
+        if "d2t" in self.w:
+            self.ids = torch.arange(KNOWN) + self.w["d2t"].long()
+
+    def norm(self, x, name: str):
+        mean = x.square().mean(-1, keepdim=True)
+        return x * torch.rsqrt(mean + self.fields["rms_norm_eps"]) * self.w[name]
+
+    def rotated(self, x):
+        """x [T, H, D], halves of D together, as in transformers."""
+        T, _, D = x.shape
+        freqs = self.fields["rope_theta"] ** -(torch.arange(0, D, 2) / D)
+        if "rope_scaling" in self.fields:
+            r = self.fields["rope_scaling"]
+            freqs = r["rope_theta"] ** -(torch.arange(0, D, 2) / D)
+            turns = r["original_max_position_embeddings"] * freqs / (2 * math.pi)
+            low, high = r["low_freq_factor"], r["high_freq_factor"]
+            kept = ((turns - low) / (high - low)).clamp(0, 1)
+            freqs = freqs * (kept + (1 - kept) / r["factor"])
+        angles = torch.outer(torch.arange(T).float(), freqs)
+        cos, sin = (f(angles).repeat(1, 2)[:, None] for f in (torch.cos, torch.sin))
+        a, b = x.chunk(2, -1)
+        return x * cos + torch.cat((-b, a), -1) * sin
+
+    def layer(self, tokens: list[int], h):
+        """The head's states after all tokens, from those before them."""
+        w, T = self.w, len(tokens)
+        normed = self.norm(h, "hidden_norm")
+        x = torch.cat((self.norm(self.table[tokens], "input_layernorm"), normed), -1)
+        if self.said.get("norm_before_residual"):
+            h = normed
+        H, KH = (self.fields[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
+        q, k, v = (x @ w[f"self_attn.{part}_proj"].T for part in "qkv")
+        q, k, v = q.view(T, H, -1), k.view(T, KH, -1), v.view(T, KH, -1)
+        if "self_attn.q_norm" in w:
+            q, k = self.norm(q, "self_attn.q_norm"), self.norm(k, "self_attn.k_norm")
+        q, k = self.rotated(q), self.rotated(k)
+        k, v = (t.repeat_interleave(H // KH, 1) for t in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
+        scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
+        y = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(T, -1)
+        h = h + y @ w["self_attn.o_proj"].T
+        y = self.norm(h, "post_attention_layernorm")
+        gate, up = y @ w["mlp.gate_proj"].T, y @ w["mlp.up_proj"].T
+        return h + (functional.silu(gate) * up) @ w["mlp.down_proj"].T
+
+    @torch.no_grad()
+    def propose(
+        self, ids: list[int], n: int, sampling=MOST_PROBABLE, allowed=range(V)
+    ) -> list[int]:
+        kept = self.model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        states = torch.cat([kept[i][0] for i in self.layers], -1)
+        h = states[:-1] @ self.w["fc"].T
+        if sampling.min_p > 0:
+            sampling = replace(sampling, top_k=0, top_p=1)
+        may = torch.zeros(V, dtype=torch.bool)
+        may[[*{*allowed} & {*self.ids.tolist()}]] = True
+        tokens = [*ids]
+        for _ in range(n):
+            out = self.layer(tokens[1:], h)[-1:]
+            logits = torch.full((V,), -1e36)
+            logits[self.ids] = (self.norm(out, "norm") @ self.w["lm_head"].T)[0]
+            logits[~may] = -1e36
+            tokens.append(_choose_ref(logits, torch.tensor(tokens), sampling))
+            handed = self.norm(out, "norm") if self.said.get("norm_output") else out
+            h = torch.cat((h, handed))
+        return tokens[len(ids) :]
+
+
+# ---- what is proposed
+
+
+def with_head(model, folder: Path, n: int = 4, parallel: int = 1, size=None, always=True) -> Engine:
+    engine = Engine(model, parallel, size)
+    file = HeadFile(folder, model.checkpoint.folder, model.config)
+    engine.proposer = Head(n, engine.passes, file.load(model))
+    engine.proposer.always = always
+    return engine
+
+
+def watched(engine: Engine) -> list[tuple]:
+    """What was proposed to follow which tokens, and how many of them were accepted."""
+    seen = []
+    read = engine._read
+
+    def reads(launched) -> None:
+        before = [(row.sequence, [*row.sequence.ids]) for row in launched.rows]
+        unfinished = [not s.finished for s, _ in before]
+        read(launched)
+        if launched.verified is not None:
+            for i, (s, ids) in enumerate(before):
+                if unfinished[i]:
+                    count = len(s.ids) - len(ids) - 1
+                    seen.append((s, ids, launched.verified[0, i, :-1].tolist(), count))
+
+    engine._read = reads
+    return seen
+
+
+def run_ahead(monkeypatch) -> None:
+    """Without a GPU, launch passes as on one: the host reads them one behind. Kernels are only compiled
+    while a graph is captured, so a chain, whose tokens kernels write, changes nothing then."""
+    decode_in_graphs(monkeypatch)
+    graph = lambda run, *_: SimpleNamespace(replay=run, pool=lambda: None)
+    monkeypatch.setattr("passes.captured", graph)
+
+
+def run(engine: Engine, sequences: list[Sequence]) -> None:
+    for s in sequences:
+        engine.add(s)
+    while not engine.idle:
+        engine.step()
+    for s in sequences:
+        assert s.error is None, s.error
+
+
+ONLY = dict(eos=[i for i in range(V) if i not in FEW], ignore_eos=True)
+
+
+def text(prompt: list[int], n: int, sampling: Sampling, **options) -> Sequence:
+    return Sequence(prompt, lambda *_: False, n, sampling, **ONLY | options)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("kind", HEADS)
+def test_proposals_are_those_of_plain_torch(target, tmp_path, kind, graphs, monkeypatch):
+    folder, theirs = target
+    head = HEADS[kind](tmp_path / "head")
+    if graphs:
+        run_ahead(monkeypatch)
+    model = load(folder, dtype="fp32", device="cpu", quiet=True)
+    reference = Reference(head, theirs)
+    depths = set()
+    for n, length, sampling in (
+        (4, 1, MOST_PROBABLE),
+        (4, 9, Sampling(temp=1.5, seed=SEED)),
+        (1, 2, Sampling(temp=0.7, repeat_penalty=1.2, seed=SEED)),
+    ):
+        engine = with_head(model, head, n)
+        seen = watched(engine)
+        run(engine, [text(random.choices(range(3, V), k=length), 20, sampling)])
+        for s, ids, proposals, count in seen:
+            right = reference.propose(ids, n, sampling, FEW)
+            assert proposals == right, (n, len(s.prompt), len(ids))
+            depths.add(count)
+    assert {0, 1} <= depths, depths
+
+
+@pytest.fixture(scope="module")
+def exact(target):
+    """Not to be changed."""
+    folder, _ = target
+    return exact_model(folder, 64)
+
+
+SETTINGS = [
+    MOST_PROBABLE,
+    Sampling(temp=2, top_k=0, top_p=1, min_p=0, seed=5),
+    Sampling(temp=0.8, top_k=5, repeat_penalty=1.5, repeat_last_n=6, seed=SEED),
+]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("kind", ["eagle", "speculators"])
+def test_text_is_the_same_in_company_and_after_others(
+    exact, target, tmp_path, kind, graphs, monkeypatch
+):
+    """Of three texts at a time, which begin alike or as earlier ones, and now and then go on without
+    proposals. What is proposed is what plain torch proposes all the same."""
+    head = HEADS[kind](tmp_path / "head")
+    reference = Reference(head, target[1])
+    begins = [random.choices(FEW, k=k) for k in (1, 8, 14)]
+    plan = []
+    for i in range(9):
+        prompt = begins[i % 3][: random.choice((1, 8, 14))] + random.choices(FEW, k=i % 2)
+        if i == 5:
+            prompt = plan[2][0]  # as it was
+        options = dict(scores=1) if i == 3 else {}
+        plan.append((prompt, random.choice((1, 9, 20, 80)), SETTINGS[i % 3], options))
+    with monkeypatch.context() as patch:
+        if graphs:
+            run_ahead(patch)
+        engine = with_head(exact, head, n=3, parallel=3)
+        toss = random.Random(SEED)
+        engine.proposer.always = False
+        engine.proposer.pacer.ready = lambda: toss.random() < 0.9
+        seen = watched(engine)
+        texts = [text(prompt, n, sampling, **more) for prompt, n, sampling, more in plan]
+        run(engine, texts)
+        answer = text(texts[2].ids[:40], 12, MOST_PROBABLE)  # what a chat goes on with
+        run(engine, [answer])
+    for s in (*texts, answer):
+        alone = text(s.prompt, s.n, s.sampling)
+        run(Engine(exact), [alone])
+        assert s.ids == alone.ids
+        assert s.finished and len(s.ids) <= engine.size
+    assert len(seen) > 20
+    assert any(count for *_, count in seen)
+    for s, ids, proposals, _ in seen:
+        right = reference.propose(ids, len(proposals), s.sampling, FEW)
+        assert proposals == right, (texts.index(s), len(s.prompt), len(ids))
+
+
+def test_a_reused_beginning_is_evaluated_from_one_position_earlier(exact, tmp_path):
+    """Since its last state was not kept; the logits of the same prompt are."""
+    engine = with_head(exact, eagle_head(tmp_path / "head"))
+    for prompt, new in ((FEW, 7), (FEW, 1), ([*FEW, 8, 9], 3), ([*FEW, 8, 5], 2)):
+        s = text(prompt, 1, MOST_PROBABLE)
+        run(engine, [s])
+        assert s.timings.prompt_tokens == new
+    logits = torch.randn(1, V)
+    engine.slots[0].prompt_logits.copy_(logits)
+    run(engine, [text([*FEW, 8, 5], 1, MOST_PROBABLE)])
+    assert torch.equal(engine.slots[0].prompt_logits, logits)
+
+
+def test_a_head_knows_what_a_text_begins_with(exact, target, tmp_path):
+    """A copy of what another text has evaluated; of a text without proposals no more than the head
+    has."""
+    head = eagle_head(tmp_path / "head")
+    reference = Reference(head, target[1])
+    engine = with_head(exact, head, n=3, parallel=2)
+    seen = watched(engine)
+    free = partial(text, sampling=MOST_PROBABLE, eos=[], ignore_eos=False)
+    first = free(FEW * 2, 30)
+    engine.add(first)
+    while len(first.ids) < 20:
+        engine.step()
+    copied = free([*FEW * 2, 8], 12)
+    run(engine, [copied])
+    assert copied.timings.prompt_tokens == 2
+    engine.proposer.always = False
+    engine.proposer.pacer.ready = lambda: False
+    plain = free([9, 5, 9, 5, 6], 20)
+    run(engine, [plain])
+    engine.proposer.always = True
+    longer = free(plain.ids[:-2], 12)
+    run(engine, [longer])
+    assert longer.timings.prompt_tokens > 15
+    assert {copied, longer} <= {s for s, *_ in seen}
+    for _, ids, proposals, _ in seen:
+        assert proposals == reference.propose(ids, len(proposals))
+
+
+def test_a_head_whose_logits_overflow_proposes_nothing_of_use(exact, target, tmp_path):
+    head = eagle_head(tmp_path / "head")
+    change(head, lambda tensors: tensors["norm.weight"].fill_(3e38))
+    engine = with_head(exact, head)
+    s, alone = (text(FEW, 12, MOST_PROBABLE, eos=[], ignore_eos=False) for _ in range(2))
+    run(engine, [s])
+    run(Engine(exact), [alone])
+    assert s.ids == alone.ids and s.timings.accepted == 0
+    assert s.timings.passes == 11 and s.timings.proposed == 44
+
+
+# ---- what is refused
+
+
+def change(head: Path, spoil) -> None:
+    tensors = load_file(head / "model.safetensors")
+    spoil(tensors)
+    save_file(tensors, head / "model.safetensors")
+
+
+def put(name: str, make):
+    """Put another tensor in the place of one."""
+    return lambda head: change(head, lambda tensors: tensors.update({name: make(tensors[name])}))
+
+
+def say(**fields):
+    return lambda head: edit(head / "config.json", **fields)
+
+
+def drop(name: str):
+    return lambda head: change(head, lambda tensors: tensors.pop(name))
+
+
+def set_first(value: float):
+    return lambda t: t.clone().index_fill_(0, torch.tensor([0]), value)
+
+
+HOSTILE = {
+    "beyond the vocabulary": (put("d2t", set_first(V)), "d2t"),
+    "below it": (put("d2t", set_first(-V)), "d2t"),
+    "an id twice": (put("d2t", lambda t: torch.zeros_like(t) - torch.arange(KNOWN) + 7), "d2t"),
+    "wraps around": (put("d2t", set_first(-(1 << 63))), "d2t"),
+    "ids as floats": (put("d2t", lambda t: t.float()), "d2t is"),
+    "NaN": (put("midlayer.mlp.up_proj.weight", set_first(NAN)), "up_proj has NaN or inf"),
+    "inf": (put("fc.weight", set_first(math.inf)), "fc has NaN or inf"),
+    "NaN in a norm": (put("norm.weight", set_first(NAN)), "norm has NaN or inf"),
+    "a shape that lies": (put("lm_head.weight", lambda t: t[:, :32].contiguous()), "lm_head.weight is"),
+    "whole numbers": (put("fc.weight", lambda t: t.to(torch.int64)), "fc.weight is"),
+    "one missing": (drop("midlayer.hidden_norm.weight"), "hidden_norm is missing"),
+    "no d2t": (drop("d2t"), "d2t is missing"),
+    "unknown": (lambda h: change(h, lambda t: t.update(fc_norm=torch.ones(64))), "fc_norm is not supported"),
+    "more layers": (say(num_hidden_layers=2), "n_layers is 2"),
+    "a bias": (say(attention_bias=True), "qkv_bias"),
+    "norm_before_fc": (say(norm_before_fc=True), "norm_before_fc is True"),
+    "fc_norm": (say(eagle_config=dict(fc_norm=True)), "fc_norm is True"),
+    "EAGLE-1": (say(eagle_config=dict(use_aux_hidden_state=False)), "use_aux_hidden_state"),
+    "another speculator": (say(speculators_model_type="dflash"), "'dflash'"),
+    "no size": (say(draft_vocab_size="many"), "draft_vocab_size is 'many'"),
+    "a vast vocabulary": (say(draft_vocab_size=1 << 21), ", not [2097152"),
+    "layers that are none": (say(eagle_aux_hidden_state_layer_ids=[1, "2", 3]), "[1, '2', 3]"),
+    "layers beyond": (say(eagle_aux_hidden_state_layer_ids=[1, 2, LAYERS]), f"of {LAYERS}"),
+    "another vocabulary": (say(vocab_size=V + 1), f"vocab_size is {V + 1}, not {V}"),
+    "another width": (say(target_hidden_size=48), "hidden_size is 48, not 64"),
+    "no weights": (lambda head: (head / "model.safetensors").unlink(), "no weights"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_heads(target, tmp_path, case):
+    spoil, said = HOSTILE[case]
+    head = eagle_head(tmp_path / "head")
+    spoil(head)
+    model = load(target[0], dtype="fp32", device="cpu", quiet=True)
+    with pytest.raises((ValueError, OSError)) as refused:
+        with_head(model, head)
+    message = str(refused.value)
+    assert said in message and str(head) in message and "\n" not in message, message
+
+
+def test_a_head_of_another_family(target, tmp_path):
+    head = speculators_head(tmp_path / "head")
+    with changed_json(head / "config.json") as config:
+        config["speculators_config"]["verifier"]["architectures"] = ["Qwen3ForCausalLM"]
+    with pytest.raises(ValueError) as refused:
+        HeadFile(head, target[0], read_config(target[0]))
+    message = str(refused.value)
+    assert all(part in message for part in (str(head), str(target[0]), "Qwen3", "Llama")), message
+
+
+# ---- the command line
+
+
+@pytest.fixture
+def talking(tiny, tmp_path) -> tuple[Path, Path]:
+    """A model with a tokenizer, and a head for it."""
+    folder = tmp_path / "talking"
+    shutil.copytree(tiny, folder)
+    size = read_config(tiny).vocab_size
+    model = hugging_face_model(size, num_key_value_heads=2, num_hidden_layers=LAYERS)
+    model.save_pretrained(folder)
+    return folder, eagle_head(tmp_path / "head", vocab_size=size)
+
+
+def test_heads_from_the_command_line(cli, talking):
+    model, head = talking
+    flags = (
+        "-m",
+        model,
+        "-p",
+        "a fox",
+        "-n",
+        40,
+        "-s",
+        5,
+        "--dtype",
+        "fp32",
+        "-o",
+        "jsonl",
+        "--ignore-eos",
+    )
+    (plain,) = objects(cli(*flags)[1])
+    assert plain["passes"] == 39 and plain["proposed_tokens"] == 0
+    code, out, err = cli(*flags, "--draft", head, "--draft-max", 3, "--draft-always")
+    (found,) = objects(out)
+    assert code == 0 and found["text"] == plain["text"]
+    written = found["passes"] + found["accepted_tokens"]
+    assert 39 <= written <= 41  # the last pass may have more than were asked for
+    assert found["proposed_tokens"] == 3 * found["passes"]
+    assert "tokens a pass" in err
+    assert_refused(cli(*flags, "--draft-always"), "--draft-always is for", code=2)
+    edit(head / "config.json", vocab_size=V)
+    refused = cli(*flags, "--draft", head)
+    assert_refused(refused, str(head), str(model), f"vocab_size is {V}, not")
+
+
+def test_always(exact):
+    """Proposals that do not pay off are held off, unless they are to be tried always."""
+    for always in (False, True):
+        engine = Engine(exact)
+        engine.proposer = Lookup(3)
+        engine.proposer.always = always
+        engine.proposer.pacer.ready = lambda: False
+        engine.proposer.propose = lambda _, n: [5] * n
+        greedy(exact, FEW, 9, engine)
+        assert bool(engine.proposer.proposed) == always

@@ -1,0 +1,90 @@
+"""llama.cpp's own requests, which editors send: the text that follows a prompt, and the text between
+two others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from pydantic_core import to_json
+
+from talk.openai import CompletionRequest, GenerationRequest, Strict, event, timings
+from talk.tools import Answer
+
+if TYPE_CHECKING:  # it imports torch
+    from session import Generation, Session
+
+# Of fill-in-the-middle: what begins the text before, the text after, and the text between, by the
+# names that these have in vocabularies
+FIM_MARKS = [
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<|fim_begin|>", "<|fim_hole|>", "<|fim_end|>"),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+    ("<PRE>", "<SUF>", "<MID>"),
+]
+STOP_TYPES = {"eos": "eos", "stop": "word", "length": "limit", "context": "limit"}
+
+
+class LlamaCppRequest(GenerationRequest):
+    """Answers as llama.cpp writes them."""
+
+    id_begins = whole_object = chunk_object = ""  # answers have none
+
+    def _object(self, answers: Iterable[Answer], head: dict, session: Session) -> Iterator[bytes]:
+        for answer in answers:
+            for _ in answer:
+                yield b""
+            yield to_json(last(answer.text, head) | {"content": answer.said("text")})
+
+    def _events(self, answers: Iterable[Answer], head: dict, session: Session) -> Iterator[bytes]:
+        for index, answer in enumerate(answers):
+            for parts, _ in answer:
+                said = {"index": index, "stop": False}
+                yield b"".join(event(said | {"content": part.text}) for part in parts)
+            yield event(last(answer.text, head) | {"index": index})
+
+
+def last(text: Generation, head: dict) -> dict:
+    return {
+        "content": "",
+        "stop": True,
+        "model": head["model"],
+        "tokens_predicted": len(text.ids),
+        "tokens_evaluated": text.prompt_tokens,
+        "tokens_cached": text.prompt_tokens + len(text.ids),
+        "truncated": False,
+        "stop_type": STOP_TYPES.get(text.ended_by, "none"),
+        "stopping_word": text.stop,
+        "timings": timings([text]),
+    }
+
+
+class LlamaCppCompletionRequest(LlamaCppRequest, CompletionRequest):
+    """A request for the text that follows a prompt."""
+
+
+class Extra(Strict):
+    filename: str = ""
+    text: str
+
+
+class InfillRequest(LlamaCppRequest):
+    """A request for the text between two others."""
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: list[Extra] = []  # other files, which come first
+    prompt: str = ""  # comes after the prefix
+
+    def choice(self, session: Session, index: int, **options) -> Answer:
+        tokenizer = session.tokenizer
+        known = [marks for marks in FIM_MARKS if {*marks} <= tokenizer.control.keys()]
+        if not known:
+            raise ValueError("this model has no marks for the text between two others (FIM)")
+        encode = lambda text: tokenizer.vocabulary.encode_chat(text, [], after=True)
+        before, after, between = map(tokenizer.control.get, known[0])
+        extra = "".join(f"{file.filename}\n{file.text}\n\n" for file in self.input_extra)
+        prefix = encode(extra + self.input_prefix + self.prompt)
+        ids = tokenizer.encode("") + [before, *prefix, after, *encode(self.input_suffix), between]
+        return Answer(session.generate(ids, **self.options(index), **options))

@@ -1,0 +1,251 @@
+"""Tests of requests and answers with a model that says what a test wants it to say."""
+
+import json
+
+import httpx2 as httpx
+import pytest
+
+from session import Session
+from talk.endpoints import ENDPOINTS
+from talk.openai import APIError, error_body, parse_request
+
+# Qwen's: tools in the system message, calls in tags, thinking in others
+TEMPLATE = """\
+{%- if tools %}{{ '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}
+{%- if message.reasoning_content %}{{ '<think>' + message.reasoning_content + '</think>' }}{% endif %}
+{{- message.content }}
+{%- for call in message.tool_calls or [] %}{{ '<tool_call>' + call.function | tojson + '</tool_call>' }}{% endfor %}
+{{- '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
+{%- if enable_thinking %}{{ '<think>\\n' }}{% endif %}{% endif %}"""
+CHATS = "/chat/completions"
+ASKED = {"messages": [{"role": "user", "content": "Weather?"}]}
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Łódź"}}\n</tool_call>'
+
+
+class Scripted:
+    """A server without a network, whose model says what it is told to."""
+
+    def __init__(self, folder, template: str = TEMPLATE):
+        file = folder / "template.jinja"
+        file.write_text(template)
+        options = dict(dtype="fp32", device="cpu", ctx_size=1024)
+        self.session = Session(folder, chat_template=str(file), **options)
+        self.sample = self.session.model.ops.sample
+        self.prompts: list[str] = []
+
+    def say(self, *texts: str) -> None:
+        """Say these texts next, one for each request; then what the model says."""
+        left = [*texts]
+        tokenizer = self.session.tokenizer
+        prompt: list[int] = []
+        ids: list[int] = []
+
+        def next_token(history: list[int]) -> int | None:
+            nonlocal prompt, ids
+            said = len(history) - len(prompt)
+            if not (0 < said < len(ids) and history == prompt + ids[:said]):
+                if not left:
+                    return None
+                self.prompts.append(tokenizer.decode(history))
+                prompt, said = history, 0
+                ids = tokenizer.encode(left.pop(0), bos=False) + [tokenizer.eos]
+            return ids[said]
+
+        def sample(logits, pass_) -> None:
+            for place, position in zip(pass_.place.tolist(), pass_.position.tolist()):
+                token = next_token(pass_.tokens[place - position : place + 1].tolist())
+                if token is None:
+                    self.sample(logits, pass_)
+                    return
+                pass_.tokens[place + 1] = pass_.drawn[place + 1] = token
+
+        self.session.model.ops.sample = sample
+
+    def ask(self, path: str, body: dict) -> bytes:
+        """Raises APIError."""
+        request = parse_request(json.dumps(body).encode(), ENDPOINTS[path])
+        try:
+            return b"".join(request.answer(self.session, "tiny"))
+        except ValueError as error:
+            raise APIError(str(error)) from None
+        finally:
+            for text in request.texts:
+                text.close()
+
+    def object(self, path: str, **body) -> dict:
+        return json.loads(self.ask(path, body))
+
+    def events(self, path: str, **body) -> list[dict]:
+        answer = self.ask(path, body | {"stream": True}).decode()
+        lines = [line for line in answer.splitlines() if line.startswith("data: {")]
+        return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+    def client(self) -> httpx.Client:
+        """What clients' packages ask instead of a network."""
+
+        def answer(request: httpx.Request) -> httpx.Response:
+            path = request.url.path.removeprefix("/v1")
+            body = json.loads(request.content)
+            try:
+                content = self.ask(path, body)
+            except APIError as error:
+                return httpx.Response(error.status_code, json=error_body(error))
+            kind = "text/event-stream" if body.get("stream") else "application/json"
+            return httpx.Response(200, content=content, headers={"content-type": kind})
+
+        return httpx.Client(transport=httpx.MockTransport(answer))
+
+
+@pytest.fixture(scope="module")
+def scripted(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scripted")
+    for file in tiny.iterdir():
+        (folder / file.name).symlink_to(file)
+    return Scripted(folder)
+
+
+def said(scripted, text: str, **body) -> tuple[dict, str]:
+    """A message and why it ended, which are the same whole and streamed."""
+    scripted.say(text, text)
+    choice = scripted.object(CHATS, **ASKED | body)["choices"][0]
+    message = choice["message"]
+    together = {"role": "assistant", "content": None}
+    calls = []
+    *events, end = scripted.events(CHATS, **ASKED | body)
+    for chunk in events:
+        for name, value in chunk["choices"][0]["delta"].items():
+            if name == "tool_calls":
+                for part in value:
+                    if part["index"] == len(calls):
+                        calls.append(
+                            {
+                                "id": part["id"],
+                                "type": part["type"],
+                                "name": part["function"]["name"],
+                            }
+                        )
+                    else:
+                        assert not {"id", "type"} & part.keys() and "name" not in part["function"]
+                    call = calls[part["index"]]
+                    call["arguments"] = call.get("arguments", "") + part["function"].get(
+                        "arguments", ""
+                    )
+            elif name != "role":
+                together[name] = (together.get(name) or "") + value
+    whole = [call["function"] for call in message.get("tool_calls", ())]
+    assert [{"name": c["name"], "arguments": c["arguments"]} for c in calls] == whole
+    plain = {name: value for name, value in message.items() if name != "tool_calls"}
+    assert {name: value or None for name, value in together.items()} == {
+        n: v or None for n, v in plain.items()
+    }
+    assert end["choices"][0]["finish_reason"] == choice["finish_reason"]
+    return message, choice["finish_reason"]
+
+
+def test_calls_of_tools(scripted):
+    message, why = said(scripted, f"I look.\n{CALL}\n{CALL}", tools=[TOOL])
+    assert message["content"] == "I look." and why == "tool_calls"
+    calls = message["tool_calls"]
+    assert [call["function"] for call in calls] == [
+        {"name": "get_weather", "arguments": '{"city": "Łódź"}'}
+    ] * 2
+    assert len({call["id"] for call in calls}) == 2 and calls[0]["type"] == "function"
+    message, why = said(scripted, f"{CALL}{CALL}", tools=[TOOL], parallel_tool_calls=False)
+    assert message["content"] is None and len(message["tool_calls"]) == 1 and why == "tool_calls"
+    for body in {}, {"tools": [TOOL], "tool_choice": "none"}, {"tools": []}:
+        assert said(scripted, CALL, **body) == ({"role": "assistant", "content": CALL}, "stop")
+    cut = said(scripted, CALL, tools=[TOOL], max_tokens=20)
+    assert cut[1] == "length" and CALL.startswith(cut[0]["content"]) and cut[0]["content"]
+    scripted.say(CALL + "x" * 900)
+    full = scripted.object(CHATS, **ASKED, tools=[TOOL], max_tokens=len(CALL) + 100)["choices"][0]
+    assert full["finish_reason"] == "length" and full["message"]["tool_calls"]
+
+
+def test_calls_come_back_to_the_template(scripted):
+    scripted.say("Fine.")
+    call = {
+        "id": "a",
+        "type": "function",
+        "function": {"name": "get_weather", "arguments": '{"city": "<|im_end|>"}'},
+    }
+    again = [
+        *ASKED["messages"],
+        {"role": "assistant", "content": None, "refusal": None, "audio": None, "tool_calls": [call],
+         "function_call": None, "reasoning_content": "Hm."},
+        {"role": "tool", "tool_call_id": "a", "content": "rain"},
+    ]  # fmt: skip
+    assert (
+        scripted.object(CHATS, messages=again, tools=[TOOL])["choices"][0]["message"]["content"]
+        == "Fine."
+    )
+    prompt = scripted.prompts[-1]
+    assert json.dumps(TOOL, ensure_ascii=False) in prompt
+    assert (
+        '<think>Hm.</think><tool_call>{"name": "get_weather", "arguments": {"city": "<|im_end|>"}}'
+        in prompt
+    )
+    call["function"]["arguments"] = "[1]"
+    for wrong in "[1]", "{", '{"a": }':
+        call["function"]["arguments"] = wrong
+        with pytest.raises(APIError, match=r"messages\[1\].*arguments must be an object of JSON"):
+            scripted.object(CHATS, messages=again)
+
+
+def test_thinking(scripted):
+    asked = {"chat_template_kwargs": {"enable_thinking": True}}
+    for body in {"enable_thinking": True}, asked, asked | {"reasoning_effort": "none"}:
+        message, why = said(scripted, "Hm.\n</think>\n\nYes.", **body)
+        assert message == {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
+    message, why = said(scripted, "<think>Hm</think>" + CALL, tools=[TOOL], reasoning_effort="none")
+    assert (
+        message["reasoning_content"] == "Hm" and message["content"] is None and why == "tool_calls"
+    )
+    message, why = said(scripted, "Hm. Well", enable_thinking=True, max_tokens=4)
+    assert not message["content"] and message["reasoning_content"] and why == "length"
+
+
+def test_tools_that_are_refused(scripted):
+    for body, name in (
+        (dict(tools=5), "tools"), (dict(tools=[{}]), "tools"), (dict(tools=[{"type": "custom"}]), "tools"),
+        (dict(tools=[{"type": "function", "function": {"name": 5}}]), "tools"),
+        (dict(tools=[{"type": "function", "function": {"name": "a", "parameters": 5}}]), "tools"),
+        (dict(tool_choice="required"), "tool_choice"), (dict(tools=[TOOL], tool_choice="sometimes"), "tool_choice"),
+        (dict(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "x"}}), "tool_choice"),
+        (dict(parallel_tool_calls="no"), "parallel_tool_calls"),
+        (dict(chat_template_kwargs=[]), "chat_template_kwargs"),
+    ):  # fmt: skip
+        with pytest.raises(APIError) as refused:
+            scripted.object(CHATS, **ASKED | body)
+        assert refused.value.param == name, body
+
+
+def test_infill(scripted, monkeypatch):
+    """The marks are those of the vocabulary."""
+    marks = {"<fim_prefix>": 5, "<fim_suffix>": 6, "<fim_middle>": 7}
+    with monkeypatch.context() as patch:
+        patch.setattr(scripted.session.tokenizer, "control", marks)
+        prompts = []
+        patch.setattr(scripted.session.model, "check", prompts.append)
+        scripted.say("x")
+        body = dict(
+            input_prefix="a ",
+            input_suffix=" c",
+            prompt="b",
+            input_extra=[{"filename": "f", "text": "t"}],
+        )
+        assert scripted.object("/infill", **body)["content"].strip() == "x"
+    decode = scripted.session.tokenizer.decode
+    ids = prompts[0]
+    before, after = ids[: ids.index(6)], ids[ids.index(6) :]
+    assert (
+        before[-len(before) + before.index(5)] == 5
+        and decode(before[before.index(5) + 1 :]).strip() == "f\nt\n\na b"
+    )
+    assert after[-1] == 7 and decode(after[1:-1]).strip() == "c"
+    with pytest.raises(APIError, match="no marks"):
+        scripted.object("/infill", input_prefix="a", input_suffix="b")

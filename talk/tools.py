@@ -1,0 +1,412 @@
+"""Calls of tools and thinking, as models write them: a text is split into what is thought, what is
+said and what is called.
+
+Each family writes calls in its own way, a Style, which is found from the chat template. To add one,
+write the function that reads a call, and a row of STYLES."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from grammars import json_value, literal
+from tokenizer import THINK, THOUGHT
+
+if TYPE_CHECKING:  # it imports torch
+    from logprobs import Logprob
+    from session import Generation, Piece
+
+
+class Call(NamedTuple):
+    """A call of a tool."""
+
+    name: str
+    arguments: str  # an object of JSON
+
+
+class Part(NamedTuple):
+    """A part of a text: of what is thought, of what is said, or a call."""
+
+    kind: str  # "thought", "text", "call"
+    text: str  # of a call its id
+    call: Call | None = None
+
+
+def call_id() -> str:
+    """An identifier of a call, of nine letters and digits: Mistral's templates take no other."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+# ---- one function for each way to write calls
+#
+# It is given a text that begins with a mark of its style, and the JSON schema of each tool's
+# arguments. It returns the calls, none if it is no call, and how many characters they take. None
+# means that the text is incomplete.
+
+Found = tuple[list[Call], int] | None
+Tools = Mapping[str, dict]
+
+_DECODER = json.JSONDecoder(strict=False)  # models write newlines into strings
+_SPACE = re.compile(r"\s*")
+
+
+def json_at(text: str, begin: int) -> tuple[object, int] | None:
+    """The JSON that begins there, after white space, and where it ends. None if it does not."""
+    try:
+        return _DECODER.raw_decode(text, _SPACE.match(text, begin).end())
+    except (ValueError, RecursionError):
+        return None
+
+
+def call_of(value: object) -> Call | None:
+    """The call that an object of JSON describes. None if it describes none."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters")) or {}
+    try:
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments, strict=False)
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        (value["name"] + text).encode()  # a lone surrogate is no text
+    except (ValueError, RecursionError):
+        return None
+    return Call(value["name"], text) if isinstance(arguments, dict) else None
+
+
+def calls_of(values: list, end: int) -> Found:
+    calls = [*map(call_of, values)]
+    return (calls, end) if all(calls) else ([], end)
+
+
+def read_hermes(text: str, tools: Tools) -> Found:
+    """<tool_call>{"name": .., "arguments": {..}}</tool_call>"""
+    if found := json_at(text, len("<tool_call>")):
+        value, end = found
+        return calls_of([value], end)
+    return None
+
+
+def read_llama(text: str, tools: Tools) -> Found:
+    """{"name": .., "parameters": {..}}, of which no mark tells that it is a call."""
+    if found := json_at(text, len(re.match(r"(<\|python_tag\|>)?", text)[0])):
+        value, end = found
+        calls, end = calls_of([value], end)
+        return [call for call in calls if call.name in tools], end
+    return None
+
+
+_MISTRAL_NAME = re.compile(r"\[TOOL_CALLS\]\s*([^\s\[{]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?={)")
+
+
+def read_mistral(text: str, tools: Tools) -> Found:
+    """[TOOL_CALLS] [{"name": .., "arguments": {..}}, ..] or [TOOL_CALLS]name[ARGS]{..}"""
+    if named := _MISTRAL_NAME.match(text):
+        if found := json_at(text, named.end()):
+            value, end = found
+            return calls_of([{"name": named[1], "arguments": value}], end)
+    elif found := json_at(text, len("[TOOL_CALLS]")):
+        value, end = found
+        return calls_of(value if isinstance(value, list) else [value], end)
+    return None
+
+
+_FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]+)>")
+_PARAMETER = re.compile(
+    r"\s*<parameter=([^>\n]+)>(?:\n(.*?)\n|(?!\n)(.*?)|\n)</parameter>"
+    r"(?=\s*<parameter=|\s*</function>)",
+    re.DOTALL,
+)
+_END = re.compile(r"\s*</function>")
+
+
+def read_coder(text: str, tools: Tools) -> Found:
+    """<tool_call><function=NAME><parameter=KEY>VALUE</parameter> .. </function></tool_call>"""
+    function = _FUNCTION.match(text)
+    if not function:
+        return read_hermes(text, tools) if text.startswith("<tool_call>") else None
+    name = function[1].strip()
+    properties = tools.get(name, {}).get("properties")
+    arguments = {}
+    place = function.end()
+    while parameter := _PARAMETER.match(text, place):
+        key, lines, value = parameter.groups(default="")
+        arguments[key] = as_type(lines or value, properties, key)
+        place = parameter.end()
+    if end := _END.match(text, place):
+        return calls_of([{"name": name, "arguments": arguments}], end.end())
+    return None
+
+
+def as_type(value: str, properties: object, key: str) -> object:
+    """A value that a model wrote as plain text, which is a string if its schema says so, or if it is
+    no JSON."""
+    schema = properties.get(key) if isinstance(properties, dict) else None
+    if isinstance(schema, dict) and schema.get("type") == "string":
+        return value
+    found = json_at(value, 0)
+    return found[0] if found and found[1] == len(value.rstrip()) else value
+
+
+class Style(NamedTuple):
+    """How a family of models writes calls."""
+
+    template: str  # a pattern of its chat templates
+    marks: Collection[str]  # what a call begins with
+    close: str  # what may follow it
+    read: Callable[[str, Tools], Found]
+    opens: str  # what is written before a call that is asked for,
+    key: str  # and what it calls the arguments
+    first: str = ""  # another mark, where it is the first of a text
+
+    @property
+    def control(self) -> list[str]:
+        """What may be a control token, and is needed to read a call."""
+        return [*self.marks, "[ARGS]", "[CALL_ID]", self.close]
+
+
+HERMES = Style(
+    "<tool_call>", ["<tool_call>"], "</tool_call>", read_hermes, "<tool_call>\n", "arguments"
+)
+STYLES = [
+    HERMES._replace(template="<function=", marks=["<tool_call>", "<function="], read=read_coder),
+    Style(r"\[TOOL_CALLS\]", ["[TOOL_CALLS]"], "", read_mistral, "[TOOL_CALLS]", "arguments"),
+    HERMES,
+    Style(r'"parameters": |python_tag', ["<|python_tag|>"], "", read_llama, "", "parameters", "{"),
+    HERMES._replace(template=r"\btools\b"),
+]  # fmt: skip
+
+
+def style_of(template: str) -> Style | None:
+    """How a model calls tools, by its chat template. None if that knows no tools."""
+    if not re.search(r"\btools\b", template):
+        return None
+    return next(style for style in STYLES if re.search(style.template, template))
+
+
+def call_grammar(
+    style: Style, tools: Tools, control: Mapping[str, int], text: str | None = None
+) -> str:
+    """One call of one of the tools, in Lark. control: ids of control tokens. text: a grammar of one
+    rule, for what may be written instead. Raises ValueError."""
+    opens = literal(style.opens) if style.opens else ""
+    if style.opens in control:
+        opens = f"<[{control[style.opens]}]>"
+    closes = literal(f"\n{style.close}") if style.close else ""
+    rules = []
+    for index, (name, schema) in enumerate(tools.items()):
+        arguments = json_value(schema) if schema else '"{}"'
+        begin = f'{{"name": {literal(name)}, "{style.key}": '
+        rules += [
+            f"call_{index}: {literal(begin)} arguments_{index} {literal('}')}",
+            f"arguments_{index}: {arguments}",
+        ]
+    calls = " | ".join(f"call_{index}" for index in range(len(tools)))
+    start = f"start: {opens} ({calls}) {closes}"
+    if text:
+        start += f" | {text.removeprefix('start: ')}"
+    return "\n".join([start, *rules])
+
+
+# ---- a text as it comes
+
+
+def begun(text: str, marks: Collection[str]) -> int:
+    """How many characters at the end of a text may be the beginning of a mark."""
+    sizes = range(1, max(map(len, marks), default=0))
+    ends = (n for n in sizes if any(mark.startswith(text[-n:]) for mark in marks))
+    return min(max(ends, default=0), len(text))
+
+
+class Router:
+    """Splits a text, as it comes, into parts. What may become a call or a mark is held back until
+    that is decided; what is none is text, and nothing is lost but white space around calls and what
+    is thought."""
+
+    def __init__(
+        self, style: Style | None = None, tools: Tools | None = None, thinks: bool = False
+    ):
+        """style and tools: as for the functions that read calls; None if there are none. thinks: the
+        text begins within what is thought."""
+        self.style = style
+        self.tools = tools or {}
+        self._pending = ""
+        self._space = ""  # held back: it may come before a call
+        self._state = "thought" if thinks else "begin"
+        self._bare = thinks  # white space is left out, since something begins here
+        self._close = ""  # what may still end the last call
+        self._first = True  # nothing is said or called so far
+        self._tried = 0  # characters that were no whole call
+
+    @property
+    def thinks(self) -> bool:
+        """Whether what comes next is thought."""
+        return self._state == "thought"
+
+    def push(self, text: str) -> list[Part]:
+        self._pending += text
+        return [*self._parts(last=False)]
+
+    def finish(self) -> list[Part]:
+        """What is still held back, once there is no more text."""
+        parts = [*self._parts(last=True)]
+        if self._state == "text" and self._space and not self._bare:
+            parts.append(Part("text", self._space))
+        return parts
+
+    def _parts(self, last: bool) -> Iterator[Part]:
+        if self._state == "begin":
+            text = self._pending.lstrip()
+            if text.startswith(THINK):
+                self._enter("thought", text.removeprefix(THINK))
+            elif last or not THINK.startswith(text):
+                self._state = "text"
+        if self._state == "thought":
+            thought, mark, rest = self._pending.partition(THOUGHT)
+            if mark or last:
+                yield from self._said(thought)
+                self._enter("text", rest)
+            else:
+                yield from self._said_but(begun(thought, [THOUGHT]))
+        if self._state == "text":
+            yield from self._text(last)
+
+    def _enter(self, state: str, rest: str) -> None:
+        self._state = state
+        self._pending = rest
+        self._space = ""
+        self._bare = True
+
+    def _text(self, last: bool) -> Iterator[Part]:
+        if not self.style:
+            yield from self._said_but(0)
+            return
+        if self._close and not self._closed(last):
+            return
+        while mark := self._mark():
+            begin = self._pending.index(mark)
+            yield from self._said(self._pending[:begin])
+            self._pending = self._pending[begin:]
+            found = self._found(last)
+            if not found:
+                return
+            calls, end = found
+            if calls:
+                self._enter("text", self._pending[end:])
+                self._first = False
+                yield from (Part("call", call_id(), call) for call in calls)
+                self._close = self.style.close
+                if self._close and not self._closed(last):
+                    return
+            else:
+                yield from self._said(mark)
+                self._pending = self._pending[len(mark) :]
+        yield from self._said_but(0 if last else begun(self._pending, self.style.marks))
+
+    def _closed(self, last: bool) -> bool:
+        """Leave out what closes the last call. Returns whether it is decided if there is any."""
+        text = self._pending.lstrip()
+        if not last and text != self._close and self._close.startswith(text):
+            return False
+        if text.startswith(self._close):
+            self._pending = text.removeprefix(self._close)
+        self._close = ""
+        return True
+
+    def _mark(self) -> str:
+        """The first mark in the text that is pending; empty if there is none."""
+        first = self.style.first
+        if first and self._first and self._pending.lstrip().startswith(first):
+            return first
+        places = [(self._pending.find(mark), mark) for mark in self.style.marks]
+        return min((place for place in places if place[0] >= 0), default=(0, ""))[1]
+
+    def _found(self, last: bool) -> Found:
+        """What is read at the mark with which the pending text begins: None until that is
+        decided."""
+        new = self._pending[self._tried :]
+        found = None
+        if last or any(end in new for end in "}]>"):  # what a call ends in
+            found = self.style.read(self._pending, self.tools)
+            self._tried = len(self._pending)
+        if found or last:
+            self._tried = 0
+            return found or ([], 0)
+        return None
+
+    def _said_but(self, kept: int) -> Iterator[Part]:
+        """All that is pending but for the last `kept` characters."""
+        end = len(self._pending) - kept
+        said = self._pending[:end]
+        self._pending = self._pending[end:]
+        yield from self._said(said)
+
+    def _said(self, text: str) -> Iterator[Part]:
+        text = self._space + text
+        self._space = ""
+        if self._bare:
+            text = text.lstrip()
+        if self.style or self._state == "thought":
+            end = len(text.rstrip())
+            self._space = text[end:]
+            text = text[:end]
+        if text:
+            self._bare = False
+            self._first = self._first and self._state == "thought"
+            yield Part(self._state, text)
+
+
+# ---- an answer
+
+# what OpenAI calls the reasons for which a text ends
+ENDS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
+
+
+class Answer:
+    """A text as it is read: an iterator of the new parts and log-probabilities after each token,
+    which also collects them."""
+
+    def __init__(self, text: Generation, router: Router | None = None, parallel: bool = True):
+        """parallel: there may be several calls; otherwise the text ends after the first."""
+        self.text = text
+        self.calls: list[Part] = []
+        self.thought_tokens = 0
+        self._said: dict[str, list[str]] = {"text": [], "thought": []}
+        self._router = router
+        self._parallel = parallel
+
+    def __iter__(self) -> Iterator[tuple[list[Part], list[Logprob]]]:
+        for piece in self.text:
+            yield self._new(self._read(piece)), piece.logprobs
+            if self.calls and not self._parallel:
+                self.text.close()
+                return
+        if self._router:
+            yield self._new(self._router.finish()), []
+
+    def said(self, kind: str) -> str:
+        """All that is thought, or said."""
+        return "".join(self._said[kind])
+
+    @property
+    def finish_reason(self) -> str:
+        """Why the text has ended, in OpenAI's words."""
+        reason = ENDS.get(self.text.ended_by, "stop")
+        return "tool_calls" if self.calls and reason == "stop" else reason
+
+    def _read(self, piece: Piece) -> list[Part]:
+        if self._router:
+            self.thought_tokens += len(piece.ids) if self._router.thinks else 0
+            return self._router.push(piece.text)
+        return [Part("text", piece.text)] if piece.text else []
+
+    def _new(self, parts: list[Part]) -> list[Part]:
+        for part in parts:
+            if part.call:
+                self.calls.append(part)
+            else:
+                self._said[part.kind].append(part.text)
+        return parts

@@ -1,0 +1,224 @@
+"""Tests of grammars and of what else says which token may come next."""
+
+import json
+import random
+import re
+import resource
+import time
+
+import pytest
+
+from constraints import Constraint
+from grammars import choice_grammar, closed, json_grammar, lark_grammar, literal, regex_grammar
+from session import Session
+from tests.helpers import TALES
+
+
+@pytest.fixture(scope="module")
+def session():
+    return Session(TALES, dtype="fp32", device="cpu")
+
+
+def test_a_constraint_of_eos_and_what_comes_before(session):
+    V = session.model.config.vocab_size
+    may = lambda constraint, id: bool(constraint.mask()[id // 32] >> id % 32 & 1)
+    constraint = Constraint(V, [2, 31, 63], min_tokens=2)
+    for left in 2, 1, 0:
+        assert [may(constraint, id) for id in (2, 31, 63, 3)] == [left == 0] * 3 + [True]
+        assert not constraint.ended
+        constraint.accept(5)
+    constraint.accept(31)
+    assert constraint.ended
+    matcher = session._constraint({2}, 0, choice_grammar(["a"]), "")._matcher
+    constraint = Constraint(V, [2], 0, matcher, "</t>", session.token_text)
+    text = "x </</t>"
+    for id in session.tokenizer.encode(text, bos=False):
+        assert may(constraint, 300) and not may(constraint, 2)
+        constraint.accept(id)
+    assert [session.token_text(i) for i in range(V) if may(constraint, i)] == ["a"]
+
+
+def test_grammars_of_all_kinds(session):
+    def texts(grammar: str) -> set[str]:
+        asks = lambda seed: session.generate("Once", grammar=grammar, n=40, seed=seed, temp=2)
+        return {asks(seed).finish().text for seed in range(4)}
+
+    strings = ["Paris", ' "x" \\ </s>\n', "<|im_end|>"]
+    assert texts(choice_grammar(strings)) <= {*strings}
+    assert {texts(choice_grammar([text])).pop() for text in strings} == {*strings}
+    for pattern in r"[a-c]{3}/\d\.\n", r"a\/b", "(x|y)\nz":
+        assert all(re.fullmatch(pattern, text) for text in texts(regex_grammar(pattern)))
+    assert texts(lark_grammar('start: a a\na: "x" | /[yz]/')) <= {
+        a + b for a in "xyz" for b in "xyz"
+    }
+    assert texts(lark_grammar('root ::= ("yes" | "no") "!"')) <= {"yes!", "no!"}
+    assert texts(json_grammar({"const": "a </s> é"})) == {'"a </s> é"'}
+    assert literal('"\n') == r'"\"\n"'
+    ended = session.generate("Once", grammar=choice_grammar(["Paris"]), n=40).finish()
+    assert ended.ended_by == "eos" and ended.text == "Paris"
+    scored = session.generate("Once", grammar=choice_grammar(["Paris"]), logprobs=2, n=40).finish()
+    assert scored.text == "Paris" and len(scored.logprobs) == len(scored.ids)
+    cut = session.generate("Once", schema={"type": "string"}, n=2).finish()
+    assert cut.ended_by == "length"
+    assert session.generate("Once", n=9, temp=0).finish().ended_by == "length", (
+        "nothing is left of it"
+    )
+
+
+def test_what_else_a_text_asks_for(session):
+    said = lambda **options: session.generate("Once upon a time", n=40, temp=0, **options).finish()
+    plain = said()
+    [fox] = {*said(logit_bias={300: 50}).ids}
+    assert fox == 300
+    assert plain.ids[0] not in said(logit_bias={plain.ids[0]: -100}).ids
+    counts = lambda text: max(text.ids.count(id) for id in text.ids)
+    assert counts(said(frequency_penalty=2)) < counts(plain)
+    assert len({*said(presence_penalty=2).ids}) > len({*plain.ids})
+    assert said(presence_penalty=2).ids[0] == plain.ids[0], "the prompt's tokens are not penalised"
+    again = said(presence_penalty=2).ids
+    assert said(presence_penalty=2).ids == again, "counts begin anew"
+    stop = plain.ids[3]
+    stopped = said(stop_token_ids=[stop])
+    assert stopped.ids == plain.ids[:3] and stopped.ended_by == "eos"
+    later = said(stop_token_ids=[stop], min_tokens=6)
+    assert len(later.ids) >= 6 and stop not in later.ids[:6]
+    for wrong in dict(logit_bias={99999: 1}), dict(stop_token_ids=[-1]):
+        with pytest.raises(ValueError, match="there is no token"):
+            said(**wrong)
+
+
+# ---- JSON schemas
+
+
+def any_schema(chance: random.Random, depth: int = 3) -> dict:
+    kinds = ["integer", "number", "string", "boolean", "null", "enum", "const"]
+    if depth:
+        kinds += ["object", "array", "union", "ref"] * 2
+    match chance.choice(kinds):
+        case "enum":
+            return {
+                "enum": chance.sample(["a", "é </s>", 3, -1.5, True, None, "<|im_end|>", "\n"], 3)
+            }
+        case "const":
+            return {"const": chance.choice([{"a": [1]}, "żółw", 7])}
+        case "string":
+            return {"type": "string", "maxLength": chance.randrange(8)}
+        case "integer":
+            low = chance.randrange(-50, 50)
+            return {"type": "integer", "minimum": low, "maximum": low + chance.randrange(99)}
+        case "number":
+            return {"type": "number", "minimum": 0, "maximum": 10}
+        case "object":
+            names = chance.sample(["name", "größe", "x y", 'a"b', "日本"], chance.randrange(4))
+            return {
+                "type": "object",
+                "properties": {name: any_schema(chance, depth - 1) for name in names},
+                "required": names[: chance.randrange(len(names) + 1)],
+                "additionalProperties": False,
+            }
+        case "array":
+            items = any_schema(chance, depth - 1)
+            return {"type": "array", "items": items, "minItems": chance.randrange(2), "maxItems": 2}
+        case "union":
+            return {"anyOf": [any_schema(chance, depth - 1) for _ in range(2)]}
+        case "ref":
+            return {"$ref": "#/$defs/node"}
+        case kind:
+            return {"type": kind}
+
+
+def test_random_schemas(session):
+    jsonschema = pytest.importorskip("jsonschema")
+    chance = random.Random(0)
+    ended = 0
+    for i in range(100):
+        schema = any_schema(chance)
+        schema["$defs"] = {"node": {"type": "integer", "minimum": 0, "maximum": 9}}
+        text = session.generate("A fox", schema=schema, n=200, temp=1.5, seed=i).finish()
+        if text.ended_by == "eos":
+            jsonschema.validate(json.loads(text.text), schema)
+            ended += 1
+    assert ended > 80
+
+
+def test_objects_have_the_properties_that_are_named(session):
+    inner = {"type": "object", "properties": {"b": {"type": "boolean"}}, "required": ["b"]}
+    schema = {
+        "$defs": {"i": inner},
+        "properties": {
+            "properties": {"$ref": "#/$defs/i"},
+            "l": {"type": "array", "items": inner, "maxItems": 2},
+        },
+    }
+    for seed in range(5):
+        text = session.generate(
+            "A fox", schema=schema | {"type": "object"}, n=100, temp=2, seed=seed
+        ).finish()
+        value = json.loads(text.text)
+        assert value.keys() <= {"properties", "l"}
+        assert all(
+            each.keys() == {"b"}
+            for each in [*value.get("l", []), value.get("properties", {"b": 1})]
+        )
+    for as_it_is in (
+        {"type": "object"}, {"properties": {}, "required": ["a"]},
+        {"properties": {"a": {}}, "additionalProperties": True},
+        {"properties": {}, "patternProperties": {"^a": {}}}, {"enum": [{"properties": {}}]}, {"properties": 5}, True,
+    ):  # fmt: skip
+        assert closed(as_it_is) == as_it_is
+    assert "additionalProperties" not in json_grammar({"allOf": [inner, {"properties": {"c": {}}}]})
+
+
+def nested(depth: int) -> str:
+    return '{"items":' * depth + "{}" + "}" * depth
+
+
+def doubled(depth: int) -> dict:
+    inner = doubled(depth - 1) if depth else {}
+    return {"anyOf": [{"properties": {"a": inner}}, {"properties": {"b": inner}}]}
+
+
+HOSTILE = {
+    "impossible": {"type": "array", "items": {}, "minItems": 5, "maxItems": 2},
+    "large": {"enum": [f"value {i}" for i in range(60_000)]},
+    "large, of one string": {"description": "x" * (1 << 20)},
+    "deep": nested(10_000),
+    "half as deep": nested(150),
+    "exponential": doubled(14),
+    "elsewhere": {"$ref": "http://example.com/schema.json"},
+    "a file": {"$ref": "file:///etc/passwd"},
+    "unsupported": {"type": "array", "uniqueItems": True},
+    "lenient": {"not": {}, "x-guidance": {"lenient": True}},
+    "no schema": [1],
+    "no JSON": "{",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_schemas(session, name):
+    """Refused in a second, in little memory."""
+    session.generate("Once", schema={}, n=1).finish()
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.process_time()
+    with pytest.raises(ValueError) as refused:
+        session.generate("Once", schema=HOSTILE[name])
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 400
+    if name == "unsupported":
+        assert "uniqueItems" in str(refused.value)
+    assert time.process_time() - start < 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < memory + 300_000, "kB"
+    assert session.generate("Once", schema={"const": 1}).finish().text == "1"
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(a+)+$", "((a{1,100}){1,100}){1,100}", "(.*a.{900}b.*c.{900}){9}", "(?!a)", "("]
+)
+def test_hostile_patterns(session, pattern):
+    start = time.process_time()
+    try:
+        text = session.generate("Once", grammar=regex_grammar(pattern), n=30).finish()
+    except ValueError as error:
+        assert "\n" not in str(error)
+    else:
+        assert text.ended_by in ("length", "eos")
+    assert time.process_time() - start < 3
