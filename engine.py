@@ -322,8 +322,8 @@ class Engine:
             self.running.append(self.waiting.popleft())
 
     def _place(self, sequence: Sequence, free: list[Slot]) -> None:
-        """Put a text into the slot with the longest common beginning, if it needs at least half of what
-        is there; otherwise into the one that was used longest ago, with a copy of that beginning."""
+        """Put a text into the slot with the longest common beginning, or into the one that was used
+        longest ago, with a copy of that beginning: where fewer tokens are lost."""
         prompt = sequence.prompt
         common = 0
         best = slot = min(free, key=lambda slot: slot.used)
@@ -331,7 +331,7 @@ class Engine:
             # of equals one that is free, since nothing is copied then
             best = max(self.slots, key=lambda s: (s.common(prompt), s.sequence is None))
             common = best.common(prompt)
-            if best in free and 2 * common >= len(best.tokens):
+            if best in free and len(best.tokens) - common <= len(slot.tokens):
                 slot = best
         known = common == len(prompt)
         slot.forget()

@@ -223,7 +223,7 @@ MUTANTS = [
     ),
     Mutant(
         "engine.py",
-        "if best in free and 2 * common >= len(best.tokens):",
+        "if best in free and len(best.tokens) - common <= len(slot.tokens):",
         "if best in free:",
         "have_in_common",
     ),

@@ -272,7 +272,7 @@ def test_what_prompts_have_in_common_is_evaluated_once(tiny_model):
     assert (evaluated(other), place(other)) == (3, 2), "the slot that was used longest ago"
     half = ask([*system, 9])
     list(half)
-    assert (evaluated(half), place(half)) == (1, 1), "most of what is there is needed"
+    assert (evaluated(half), place(half)) == (1, 1), "less is lost there"
     new = ask([4, 4])
     list(new)
     assert (evaluated(new), place(new)) == (2, 0)
@@ -283,6 +283,19 @@ def test_what_prompts_have_in_common_is_evaluated_once(tiny_model):
     assert evaluated(beside) == 1 and place(beside) != place(writing)
     assert [*head, *writing] == greedy(tiny_model, [*system, 9, 9], 20)
     assert_slots_hold_what_they_say(engine)
+
+
+def test_texts_that_alternate_are_evaluated_once(tiny_model):
+    """One has all but the end of the other, and goes on for as long again."""
+    engine = Engine(tiny_model, 2)
+    short = [*range(20, 40), 7]
+    long = [*range(20, 40), 8, *range(40, 58)]
+    evaluated = []
+    for prompt in (short, long) * 2:
+        text = Written(engine, prompt, sampling=MOST_PROBABLE, n=1)
+        list(text)
+        evaluated.append(text.sequence.timings.prompt_tokens)
+    assert evaluated == [len(short), len(long) - 20, 0, 0]
 
 
 @pytest.mark.parametrize("where", ["on a CPU", "in graphs"])
