@@ -418,11 +418,10 @@ class Frontend:
         self.clients[client.number] = client
         self.send(client.asks)
         client.watching = asyncio.create_task(self.watch(client, received))
-        is_stream = client.is_stream
-        first = await (next_part(client) if is_stream else client.parts.get())
+        first = await (next_part(client) if client.is_stream else client.parts.get())
         if first is None:
             return Response()
-        if is_stream and first.status == 200:
+        if client.is_stream and first.status == 200:
             response = StreamingResponse(bodies(first, client), headers=STREAM_HEADERS)
             # without starlette's own watch, whose group of tasks takes half a millisecond to begin
             return lambda scope, receive, send: response.stream_response(send)

@@ -273,14 +273,14 @@ class Session:
         start = time.perf_counter()
         if "dtype" in options:
             options["dtype"] = dtype_name(options["dtype"])
-        threads, parallel = Options(**options).threads, Options(**options).parallel
+        asked = Options(**options)
         checkpoint = open_checkpoint(model)
         config = checkpoint.config
         # Opened before the weights, which may take minutes, so that its errors come at once
         files = checkpoint.tokenizer_files(chat_template)
         self.tokenizer = Tokenizer(files, config.vocab_size, config.bos_id)
-        if threads:
-            torch.set_num_threads(threads)
+        if asked.threads:
+            torch.set_num_threads(asked.threads)
         if lookup and draft:
             raise ValueError("lookup and draft both propose tokens: use one of them")
         # Ranks would disagree about when proposals pay off
@@ -295,10 +295,10 @@ class Session:
         self.ranks = ranks
         options |= dict(sampling=sampling, quiet=quiet, ranks=ranks)
         self.model = load(checkpoint, **options)
-        if not threads and self.model.device.type == "cpu" and self.model.suits_one_thread:
+        if not asked.threads and self.model.device.type == "cpu" and self.model.suits_one_thread:
             torch.set_num_threads(1)
         self.eos: set[int] = {*config.eos_ids, self.tokenizer.eos} - {-1}
-        self.engine = Engine(self.model, parallel)
+        self.engine = Engine(self.model, asked.parallel)
         self.ctx_size = self.engine.size  # positions of each text
         if lookup:
             self.engine.proposer = Lookup(lookup)
@@ -307,7 +307,7 @@ class Session:
             self.engine.proposer = Head(draft_max, self.engine.passes, weights)
         if smaller:
             options["ctx_size"] = self.ctx_size  # as long as the model's
-            passes = Passes(load(smaller, **options), parallel)
+            passes = Passes(load(smaller, **options), asked.parallel)
             self.engine.proposer = Draft(draft_max, passes, config.vocab_size)
         if self.engine.proposer:
             self.engine.proposer.always = draft_always
@@ -315,7 +315,7 @@ class Session:
         self.timings = Timings()  # of all that was generated
         self.load_seconds = time.perf_counter() - start
         # The latest prompts of chats, with their answers: of as many chats as may be in the cache
-        self._pasts: deque[Prompt] = deque(maxlen=2 * parallel)
+        self._pasts: deque[Prompt] = deque(maxlen=2 * asked.parallel)
         self._grammars: Grammars | None = None  # once one is asked for
         self._turn_ends: tuple[set[int], list[str]] | None = None
 

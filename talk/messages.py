@@ -156,11 +156,8 @@ class MessagesRequest(CountRequest):
 
     def answer(self, session: Session, model: str) -> Iterator[bytes]:
         answer = self._chat.choice(session, 0)
-        self._texts = self._chat._texts = [answer.text]
+        self._texts = [answer.text]
         return self._parts(answer, Reply(model))
-
-    def summary(self) -> str:
-        return self._chat.summary()
 
     def _parts(self, answer: Answer, reply: Reply) -> Iterator[bytes]:
         begun = False

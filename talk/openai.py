@@ -437,8 +437,15 @@ class ModelRequest(Strict):
         raise NotImplementedError
 
     def summary(self) -> str:
-        """What the server's log says of the answer, once that is written; may be empty."""
-        return ""
+        """What the server's log says of the answer, once that is written. Returns an empty string if
+        no text was asked for."""
+        if not self.texts:
+            return ""
+        first, *_ = self.texts
+        text = speed(first)
+        if first.doubles_bos:
+            text += "; the prompt begins with a bos of its own, after the tokenizer's"
+        return text
 
     @staticmethod
     def error_event(body: dict) -> bytes:
@@ -573,13 +580,6 @@ class GenerationRequest(Filters):
         if self.stream:
             return self._events(answers, head, session)
         return self._object(answers, head, session)
-
-    def summary(self) -> str:
-        first, *_ = self.texts
-        text = speed(first)
-        if first.doubles_bos:
-            text += "; the prompt begins with a bos of its own, after the tokenizer's"
-        return text
 
     def _object(self, answers: list[Answer], head: dict, session: Session) -> Iterator[bytes]:
         for _ in in_turns(answers):

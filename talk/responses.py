@@ -128,11 +128,8 @@ class ResponsesRequest(ModelRequest):
 
     def answer(self, session: Session, model: str) -> Iterator[bytes]:
         answer = self._chat.choice(session, 0)
-        self._texts = self._chat._texts = [answer.text]
+        self._texts = [answer.text]
         return self._parts(answer, Response(self, model))
-
-    def summary(self) -> str:
-        return self._chat.summary()
 
     def _parts(self, answer: Answer, response: Response) -> Iterator[bytes]:
         events = response.begin()
