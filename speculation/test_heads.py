@@ -343,12 +343,14 @@ def test_text_is_the_same_in_company_and_after_others(
     reference = Reference(head, target[1])
     begins = [random.choices(FEW, k=k) for k in (1, 8, 14)]
     plan = []
-    for i in range(9):
+    lengths = random.sample((1, 1, 9, 20, 20, 80, 80, 80), 8)
+    lengths.insert(3, 9)  # while this one is written, nothing is proposed
+    for i, n in enumerate(lengths):
         prompt = begins[i % 3][: random.choice((1, 8, 14))] + random.choices(FEW, k=i % 2)
         if i == 5:
             prompt = plan[2][0]  # as it was
         options = dict(scores=1) if i == 3 else {}
-        plan.append((prompt, random.choice((1, 9, 20, 80)), SETTINGS[i % 3], options))
+        plan.append((prompt, n, SETTINGS[i % 3], options))
     with monkeypatch.context() as patch:
         if graphs:
             run_ahead(patch)
