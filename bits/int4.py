@@ -27,7 +27,7 @@ from bits import codes4
 from bits.groups import int16_of
 from formats import Format, Shapes, Tensors, some_rows
 from fp8 import E4M3
-from launch import jit, tl
+from launch import EMULATED, constexpr, jit, tl
 
 GROUP = 32
 BLOCK = 256  # columns that eight groups share
@@ -177,16 +177,33 @@ def _scale_and_zero(tile, SHIFT: tl.constexpr):
     return scale.to(tl.float32, bitcast=True), zero.to(tl.float32)
 
 
+_FACTORS_ASM = constexpr(
+    "{ .reg .b32 a, z; shr.u32 a, $3, 2; lop3.b32 $0, a, 0x3fc03fc0, 0x40004000, 0xea;"
+    " sub.u32 $1, $0, 0x10001000; lop3.b32 z, $3, 0x00ff00ff, 0x80008000, 0xea;"
+    " mul.rn.f16x2 $2, $1, z; }"
+)
+
+
+@jit
+def _factors(groups):
+    """What factors_of returns, of two groups at a time and without conversions: a scale's code,
+    shifted, has the bits of a half that is 2^24 times as large, and a zero point those of a
+    subnormal half."""
+    if EMULATED:
+        by_0 = groups >> 2 & 0x3FC0 | 0x4000
+        by_4 = (by_0 - 0x1000).to(tl.float16, bitcast=True)
+        zero = (groups & 0xFF).to(tl.float16, bitcast=True)
+        return by_0.to(tl.float16, bitcast=True), by_4, by_4 * -zero
+    else:
+        types: tl.constexpr = (tl.float16, tl.float16, tl.float16)
+        return tl.inline_asm_elementwise(
+            _FACTORS_ASM, "=&r,=&r,=&r,r", (groups,), dtype=types, is_pure=True, pack=2
+        )
+
+
 @jit
 def _values(tile, SCALES: tl.constexpr):
-    """values_with_zero for INT4, whose factors need no arithmetic: a scale's code, shifted, has the
-    bits of a half that is 2^24 times as large."""
-    halves = int16_of(tile[0])
-    groups = tile[1]
-    by_0 = groups >> 2 & 0x3FC0 | 0x4000
-    by_4 = (by_0 - 0x1000).to(tl.float16, bitcast=True)
-    zero = (groups & 0xFF).to(tl.float16, bitcast=True)
-    return codes4.decoded_halves(halves, (by_0.to(tl.float16, bitcast=True), by_4, by_4 * -zero))
+    return codes4.decoded_halves(int16_of(tile[0]), _factors(tile[1]))
 
 
 @jit
@@ -217,5 +234,6 @@ INT4 = Int4(
     whole=BLOCK,
     e4m3_bound=2.0**-4,
     groups=(GROUP,),
+    neighbour=64,
     **codes4.STREAMED,
 )
