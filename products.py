@@ -857,19 +857,24 @@ def launch_many(
     constants = dict(TOKENS=sizes.block, ROWS=sizes.rows, STAGES=sizes.stages, EXPERTS=experts)
     last = (w.bias, count, args, order, counts)
     if _decoded_on_hopper(x, w, sizes):
-        tiles = blocks * row_tiles
-        splits = 1 if slots else _splits(w, sizes, tiles)
-        shared = (None, None)
-        if splits > 1:
-            sums = sizes.block * sizes.rows
-            partial = x.new_empty(tiles * splits, sums, dtype=torch.float32)
-            shared = (partial, _arrived(x.device, tiles))
-        constants |= dict(COLUMNS=sizes.columns, SPLITS=splits)
+        room = processors(x.device) * sizes.programs
+        columns = math.gcd(w.columns, sizes.columns)
+        steps = w.columns // columns
+        if slots:
+            # About half of the experts have one block more than their slots fill
+            likely = max(min(count, len(counts)), count // sizes.block + len(counts) // 2)
+            grid, shared = (blocks, _shares(likely, row_tiles, steps, room)), (None, None)
+        else:
+            tiles = blocks * row_tiles
+            programs = room if tiles > room else tiles * min(room // tiles, steps)
+            sums = x.new_empty(2 * programs, sizes.block * sizes.rows, dtype=torch.float32)
+            grid, shared = (programs,), (sums, _arrived(x.device, tiles))
+        constants |= dict(COLUMNS=columns, STAGES=hopper.stages(w, sizes, columns))
         constants |= dict(maxnreg=hopper.registers(sizes.warps, sizes.programs))
-        plan = Plan(hopper.many_kernel, (blocks, row_tiles, splits), sizes.warps, constants)
+        plan = Plan(hopper.many_kernel, grid, sizes.warps, constants)
         launch_plan(plan, (x, w.tensors, *last, *shared), w, rows, epilogue)
     else:
-        block = sizes.columns * 2 // x.element_size()
+        block = min(sizes.columns, 128) * 2 // x.element_size()
         constants |= dict(BLOCK=block, STAGES=min(4, sizes.stages))
         plan = Plan(_many_kernel, (row_tiles, blocks), sizes.warps, constants)
         launch_plan(plan, (x, x_scales, w.tensors, *last), w, rows, epilogue)
@@ -877,20 +882,18 @@ def launch_many(
 
 def _decoded_on_hopper(x: Tensor, w: Matrix, sizes: ManySizes) -> bool:
     decodes = capability(x.device) == 90 and format_of(w).groups is not None
-    return decodes and x.element_size() == 2 and w.columns % sizes.columns == 0
+    return decodes and x.element_size() == 2 and w.columns % min(sizes.columns, 128) == 0
 
 
-def _splits(w: Matrix, sizes: ManySizes, tiles: int) -> int:
-    """How many programs share a tile: as many as leave least for the SM that has most. What it
-    costs to add up their sums is counted in blocks of columns."""
-    blocks = w.columns // sizes.columns
+def _shares(blocks: int, tiles: int, steps: int, room: int) -> int:
+    """Among how many programs the tiles of each block are divided, so that an SM has least to do
+    where so many programs have room. What a program costs by itself is counted in steps."""
 
-    def most(splits: int) -> float:
-        programs = triton.cdiv(tiles * splits, processors(w.data.device))
-        adding = 4 + splits * sizes.block / 32 if splits > 1 else 0
-        return programs * triton.cdiv(blocks, splits) + adding
+    def most(shares: int) -> int:
+        rounds = triton.cdiv(blocks * shares, room)
+        return rounds * (triton.cdiv(tiles, shares) * steps + 4)
 
-    return min(range(1, 9), key=most)
+    return min(range(1, tiles + 1), key=most)
 
 
 def launch_plan(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from formats import block_of, columns_of, row_scale
+from cards.sizes import ManySizes
+from formats import Matrix, block_of, columns_of, row_scale
 from launch import (
     INTERPRETED,
     barrier,
@@ -521,9 +522,12 @@ def attends_few(q: Tensor, longest: int, rows: int) -> bool:
 #      each four from shared memory, decodes it, and has its part of W in registers. Codes of 8 bits
 #      are read two at a time. As in attention of a prompt, one group of warps loads, here by cp.async:
 #      codes, the numbers of groups, and x, which is put into the order of W's columns on the way.
+#      The columns of a step are decoded in parts: tensor cores multiply one while the next is being
+#      decoded.
 #
-#      Where there are fewer tiles than SMs, several programs divide the columns of a tile (SPLITS),
-#      and the last one to finish adds up their sums.
+#      A program takes steps of neighbouring tiles without a pause, so that loads stay in flight. With
+#      few tiles, several programs share each; with many, each program has as many steps. The last
+#      one of those that share a tile adds up their sums. With experts a program has whole tiles.
 
 
 @constexpr_function
@@ -540,8 +544,19 @@ def _layout_of_words(rows, width, warps):
     return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [rows, width])
 
 
+@constexpr_function
+def _layout_of_x(tokens, columns, neighbour):
+    """How the threads that load divide x: eight columns each, those of neighbouring threads
+    `neighbour` places apart."""
+    places = [neighbour, *(p for p in (32, 16, 8, 64, 128) if p != neighbour)]
+    bits = [[0, p] for p in places if p < columns]
+    bits += [[1 << i, 0] for i in range(tokens.bit_length() - 1)]
+    registers = [[0, 1], [0, 2], [0, 4], *bits[5:-2]]
+    return gl.DistributedLinearLayout(registers, bits[:5], bits[-2:], [], [tokens, columns])
+
+
 LOADERS = constexpr(4)  # warps that load
-LOADER_REGISTERS = constexpr(40)  # of each of their threads
+LOADER_REGISTERS = constexpr(72)  # of each of their threads
 
 
 @jit
@@ -600,81 +615,135 @@ def _copy_x(tile, x, rows, step, K: gl.constexpr, FORMAT: gl.constexpr):
 
 
 @jit
+def _tile_of(tile, work, N, TOKENS: gl.constexpr, ROWS: gl.constexpr, EXPERTS: gl.constexpr):
+    """Where a tile lies: the first row of W, and how many may follow it; the same row counted within
+    its matrix; the first token, or where an expert's slots begin; how many of them there are."""
+    _, _, expert, begin, T = work
+    if EXPERTS is None:
+        blocks = gl.cdiv(T, TOKENS)
+        row = tile // blocks * ROWS
+        begin = tile % blocks * TOKENS
+        return (row, N - 1 - row), row, begin, T - begin
+    else:
+        row = tile * ROWS
+        return (expert.to(gl.int64) * N + row, N - 1 - row), row, begin, T
+
+
+@jit
+def _load_w(
+    tiles, i, w, work, N, K: gl.constexpr, COLUMNS: gl.constexpr, EXPERTS: gl.constexpr,
+    FORMAT: gl.constexpr,
+):  # fmt: skip
+    """Start to copy W for a program's step i."""
+    codes, x_tiles, _ = tiles
+    STEPS: gl.constexpr = K // COLUMNS
+    unit = work[0] + i
+    rows, _, _, _ = _tile_of(unit // STEPS, work, N, x_tiles.shape[1], codes.shape[1], EXPERTS)
+    _copy_w(tiles, i % codes.shape[0], w, rows, unit % STEPS, K, COLUMNS, FORMAT)
+
+
+@jit
 def _load_tiles(
-    tiles, full, empty, x, w, place, low, steps, K: gl.constexpr, EXPERTS: gl.constexpr,
+    tiles, full, empty, x, w, work, slots, N, K: gl.constexpr, EXPERTS: gl.constexpr,
     FORMAT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The group that loads: `steps` blocks of columns from block `low` on."""
-    _, x_tiles, _ = tiles
-    rows, _, begin, T, slots = place
+    """The group that loads."""
+    codes, x_tiles, _ = tiles
+    start, end, _, _, _ = work
     STAGES: gl.constexpr = x_tiles.shape[0]
     TOKENS: gl.constexpr = x_tiles.shape[1]
     COLUMNS: gl.constexpr = x_tiles.shape[2]
-    LAYOUT: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [256 // COLUMNS, COLUMNS // 8], [LOADERS, 1], [1, 0]
-    )
-    for i in range(gl.minimum(STAGES, steps)):  # before the wait
-        _copy_w(tiles, i, w, rows, low + i, K, COLUMNS, FORMAT)
+    STEPS: gl.constexpr = K // COLUMNS
+    LAYOUT: gl.constexpr = _layout_of_x(TOKENS, COLUMNS, FORMAT.neighbour)
+    for i in range(gl.minimum(STAGES, end - start)):  # before the wait
+        _load_w(tiles, i, w, work, N, K, COLUMNS, EXPERTS, FORMAT)
     gdc_wait(PDL)
-    t = gl.minimum(gl.arange(0, TOKENS, gl.SliceLayout(1, LAYOUT)), T - 1)
-    if EXPERTS is None:
-        x_rows = (begin + t).to(gl.int64) * K
-    else:
+    offs_t = gl.arange(0, TOKENS, gl.SliceLayout(1, LAYOUT))
+    if EXPERTS is not None:
+        t = gl.minimum(offs_t, work[4] - 1)
         slot = gl.load(slots[0] + t, mask=t >= 0, other=0)
         x_rows = (slot // EXPERTS.shared).to(gl.int64) * K
-    for i in range(steps):
+    for i in range(end - start):
         stage = i % STAGES
+        unit = start + i
         if i >= STAGES:
             mbarrier.wait(empty.index(stage), (i // STAGES - 1) & 1)
-            _copy_w(tiles, stage, w, rows, low + i, K, COLUMNS, FORMAT)
-        _copy_x(x_tiles.index(stage), x, x_rows, low + i, K, FORMAT)
+            _load_w(tiles, i, w, work, N, K, COLUMNS, EXPERTS, FORMAT)
+        if EXPERTS is None:
+            _, _, begin, T = _tile_of(unit // STEPS, work, N, TOKENS, codes.shape[1], EXPERTS)
+            x_rows = (begin + gl.minimum(offs_t, T - 1)).to(gl.int64) * K
+        _copy_x(x_tiles.index(stage), x, x_rows, unit % STEPS, K, FORMAT)
         async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+
+
+PART = constexpr(64)  # columns that are decoded while those before are being multiplied
+
+
+@jit
+def _decode(tiles, stage, part, OPERAND: gl.constexpr, WARPS: gl.constexpr, FORMAT: gl.constexpr):
+    """W of a part of a stage's columns, as wgmma's left operand."""
+    codes, x_tiles, groups = tiles
+    ROWS: gl.constexpr = codes.shape[1]
+    WIDTH: gl.constexpr = codes.shape[2] * PART // x_tiles.shape[2]
+    part_codes = codes.index(stage).slice(part * WIDTH, WIDTH, dim=1)
+    if codes.dtype == gl.int32:
+        WORDS: gl.constexpr = _layout_of_words(ROWS, WIDTH, WARPS)
+        tile = (part_codes.load(WORDS).reshape(ROWS, WIDTH // 4, 4),)
+    else:
+        tile = (part_codes.load(OPERAND),)
+    G: gl.constexpr = PART // 32
+    for j in gl.static_range(len(FORMAT.groups)):
+        tile += (groups[j].index(stage).slice(part * G, G, dim=1).load(gl.AutoLayout()),)
+    values = FORMAT.values(tile if len(FORMAT.groups) > 0 else tile[0], FORMAT.scales_of)
+    return gl.convert_layout(values.to(x_tiles.dtype), OPERAND)
 
 
 @jit
 def _multiply_tiles(
-    tiles, full, empty, w, place, steps, result, SPLITS: gl.constexpr, EXPERTS: gl.constexpr,
+    tiles, full, empty, w, work, result, K: gl.constexpr, EXPERTS: gl.constexpr,
     FORMAT: gl.constexpr, EPILOGUE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The groups that multiply."""
-    codes, x_tiles, groups = tiles
+    codes, x_tiles, _ = tiles
+    start, end, _, _, _ = work
     STAGES: gl.constexpr = x_tiles.shape[0]
     TOKENS: gl.constexpr = x_tiles.shape[1]
+    COLUMNS: gl.constexpr = x_tiles.shape[2]
     ROWS: gl.constexpr = codes.shape[1]
-    WIDTH: gl.constexpr = codes.shape[2]
     WARPS: gl.constexpr = gl.num_warps()
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    acc = gl.zeros([ROWS, TOKENS], gl.float32, MMA)
-    for i in range(steps):
-        stage = i % STAGES
-        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-        if codes.dtype == gl.int32:
-            WORDS: gl.constexpr = _layout_of_words(ROWS, WIDTH, WARPS)
-            tile = (codes.index(stage).load(WORDS).reshape(ROWS, WIDTH // 4, 4),)
-        else:
-            tile = (codes.index(stage).load(OPERAND),)
-        for j in gl.static_range(len(FORMAT.groups)):
-            tile += (groups[j].index(stage).load(gl.AutoLayout()),)
-        values = FORMAT.values(tile if len(FORMAT.groups) > 0 else tile[0], FORMAT.scales_of)
-        a = gl.convert_layout(values.to(x_tiles.dtype), OPERAND)
-        fence_async_shared()
-        acc = warpgroup_mma(a, x_tiles.index(stage).permute((1, 0)), acc, is_async=True)
-        acc, a = warpgroup_mma_wait(0, deps=[acc, a])
-        mbarrier.arrive(empty.index(stage), count=1)
-    gdc_wait(PDL)
-    _, _, _, T, _ = place
-    if T > 0:
-        _hand_over(acc, w, place, result, SPLITS, EXPERTS, FORMAT, EPILOGUE)
+    STEPS: gl.constexpr = K // COLUMNS
+    for tile in range(start // STEPS, gl.cdiv(end, STEPS)):
+        low = gl.maximum(start - tile * STEPS, 0)
+        high = gl.minimum(end - tile * STEPS, STEPS)
+        acc = gl.zeros([ROWS, TOKENS], gl.float32, MMA)
+        for step in range(low, high):
+            i = tile * STEPS + step - start
+            stage = i % STAGES
+            mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+            fence_async_shared()
+            operands = ()
+            for part in gl.static_range(COLUMNS // PART):
+                a = _decode(tiles, stage, part, OPERAND, WARPS, FORMAT)
+                x = x_tiles.index(stage).slice(part * PART, PART, dim=1)
+                acc = warpgroup_mma(a, x.permute((1, 0)), acc, is_async=True)
+                operands += (a,)
+            acc = warpgroup_mma_wait(0, deps=(acc,) + operands)[0]
+            mbarrier.arrive(empty.index(stage), count=1)
+        gdc_wait(PDL)
+        whole = high - low == STEPS
+        _hand_over(acc, tile, whole, w, work, result, STEPS, EXPERTS, FORMAT, EPILOGUE)
 
 
 @jit
 def _hand_over(
-    acc, w, place, result, SPLITS: gl.constexpr, EXPERTS: gl.constexpr, FORMAT: gl.constexpr,
-    EPILOGUE: gl.constexpr,
+    acc, tile, whole, w, work, result, STEPS: gl.constexpr, EXPERTS: gl.constexpr,
+    FORMAT: gl.constexpr, EPILOGUE: gl.constexpr,
 ):  # fmt: skip
-    """The last of the programs that share a tile adds up their sums and hands them to the
-    epilogue."""
+    """Hand a tile's sums to the epilogue. If several programs share it, the last one to finish adds
+    theirs up."""
+    _, N, _, shared, _ = result
     ROWS: gl.constexpr = acc.shape[0]
     TOKENS: gl.constexpr = acc.shape[1]
     # Pairs of rows side by side
@@ -682,23 +751,43 @@ def _hand_over(
     OTHERS: gl.constexpr = gl.num_warps() // BESIDE
     OUT: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [BESIDE, OTHERS], [0, 1])
     y = gl.convert_layout(acc, OUT)
-    if SPLITS == 1:
+    place = _tile_of(tile, work, N, TOKENS, ROWS, EXPERTS)
+    if EXPERTS is None:
+        y, whole = _add_up(y, tile, whole, place[3], shared, STEPS)
+    if whole:
         _finish(y, w, place, result, EXPERTS, FORMAT, EPILOGUE)
-    else:
-        _, _, _, shared = result
-        partial, arrived = shared
-        _, _, _, T, _ = place
-        tile = gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)
+
+
+@jit
+def _add_up(y, tile, whole, T, shared, STEPS: gl.constexpr):
+    """Unless y is a tile's whole sum, leave it for the last program that shares the tile. Returns
+    the sum, and whether it is whole now."""
+    partial, arrived, units = shared
+    ROWS: gl.constexpr = y.shape[0]
+    TOKENS: gl.constexpr = y.shape[1]
+    OUT: gl.constexpr = y.type.layout
+    if not whole:
+        programs = gl.num_programs(0)
+        first = ((tile * STEPS + 1) * programs - 1) // units
+        last = ((tile + 1) * STEPS * programs - 1) // units
         r = gl.arange(0, ROWS, gl.SliceLayout(1, OUT))[:, None]
         t = gl.arange(0, TOKENS, gl.SliceLayout(0, OUT))[None, :]
-        parts = partial + tile.to(gl.int64) * (SPLITS * TOKENS * ROWS) + (t * ROWS + r)
-        gl.store(parts + gl.program_id(2) * (TOKENS * ROWS), y, mask=t < T)
-        if is_last(arrived + tile, SPLITS):
-            y = gl.zeros([ROWS, TOKENS], gl.float32, OUT)
-            for s in gl.static_range(SPLITS):
-                part = parts + s * (TOKENS * ROWS)
-                y += gl.load(part, mask=t < T, other=0.0, cache_modifier=".cg")
-            _finish(y, w, place, result, EXPERTS, FORMAT, EPILOGUE)
+        parts = partial + (t * ROWS + r)
+        # A program can share its first tile with those before it, and its last with those after it
+        own = 2 * gl.program_id(0) + (gl.program_id(0) == first).to(gl.int32)
+        gl.store(parts + own * (TOKENS * ROWS), y, mask=t < T)
+        whole = is_last(arrived + tile, last - first + 1)
+        if whole:
+            y = gl.zeros_like(y)
+            for program in range(first, last + 1, 4):
+                loaded = ()
+                for other in gl.static_range(4):  # at once
+                    p = program + other
+                    part = parts + (2 * p + (p == first).to(gl.int32)) * (TOKENS * ROWS)
+                    mask = (t < T) & (p <= last)
+                    loaded += (gl.load(part, mask=mask, other=0.0, cache_modifier=".cg"),)
+                y += (loaded[0] + loaded[1]) + (loaded[2] + loaded[3])
+    return y, whole
 
 
 @jit
@@ -706,9 +795,9 @@ def _finish(
     y, w, place, result, EXPERTS: gl.constexpr, FORMAT: gl.constexpr, EPILOGUE: gl.constexpr
 ):
     """Hand y [ROWS, TOKENS] to the epilogue."""
-    w_rows, row, begin, T, slots = place
+    w_rows, row, begin, T = place
     first, _ = w_rows
-    args, N, biases, _ = result
+    args, N, biases, _, slots = result
     ROWS: gl.constexpr = y.shape[0]
     TOKENS: gl.constexpr = y.shape[1]
     OUT: gl.constexpr = y.type.layout
@@ -738,14 +827,16 @@ def _finish(
 @jit
 def many_kernel(
     x, w, bias, T, args, order, counts, partial, arrived, N, K: gl.constexpr, TOKENS: gl.constexpr,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr,
-    EXPERTS: gl.constexpr, FORMAT: gl.constexpr, EPILOGUE: gl.constexpr, PDL: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, EXPERTS: gl.constexpr,
+    FORMAT: gl.constexpr, EPILOGUE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of W times up to TOKENS of T tokens, or slots of an expert.
+    """Tiles of ROWS rows of W by TOKENS of T tokens, or of the slots of an expert, COLUMNS columns a
+    step. With experts a program has a tile; otherwise the steps of all tiles are divided evenly.
 
-    place    the first row of W, and how many may follow it; the same row counted within its matrix;
-             the first token, or where an expert's slots begin; how many there are; the slots
-    result   what the epilogue gets, the bias, and where programs that share a tile leave sums"""
+    work     the program's first step, and the end of its steps; its expert, where the slots begin,
+             and how many there are, or tokens
+    result   what the epilogue gets, the rows of W, the bias, where programs that share a tile leave
+             sums, and the slots"""
     gdc_launch_dependents(PDL)
     codes: gl.constexpr = w[0].dtype.element_ty
     WIDTH: gl.constexpr = COLUMNS // 8 if codes == gl.int32 else COLUMNS
@@ -766,37 +857,38 @@ def many_kernel(
     tiles = (code_tiles, x_tiles, groups)
     full = _barriers(STAGES, 32 * LOADERS)
     empty = _barriers(STAGES, 1)
-    row = gl.program_id(1) * ROWS
-    first = row
+    STEPS: gl.constexpr = K // COLUMNS
+    # What warp_specialize hands over may be a tensor or a tuple, but not None
     slots = ()
+    shared = ()
+    biases = ()
     if EXPERTS is None:
-        begin = gl.program_id(0) * TOKENS
-        T -= begin
+        units = gl.cdiv(T, TOKENS) * gl.cdiv(N, ROWS) * STEPS
+        start = gl.program_id(0) * units // gl.num_programs(0)
+        end = (gl.program_id(0) + 1) * units // gl.num_programs(0)
+        work = (start, end, 0, 0, T)
+        shared = (partial, arrived, units)
     else:
         gdc_wait(PDL)
         offs_e = gl.arange(0, EXPERTS.padded, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         expert, begin, T = block_of(counts, offs_e, gl.program_id(0), TOKENS, EXPERTS)
-        first = expert.to(gl.int64) * N + row
+        row_tiles = gl.where(T > 0, gl.cdiv(N, ROWS), 0)
+        start = gl.program_id(1) * row_tiles // gl.num_programs(1) * STEPS
+        end = (gl.program_id(1) + 1) * row_tiles // gl.num_programs(1) * STEPS
+        work = (start, end, expert, begin, T)
         slots = (order + begin,)
-    place = ((first, N - 1 - row), row, begin, T, slots)
-    STEPS: gl.constexpr = K // COLUMNS
-    EACH: gl.constexpr = (STEPS + SPLITS - 1) // SPLITS
-    low = gl.program_id(2) * EACH
-    steps = gl.where(T > 0, gl.minimum(EACH, STEPS - low), 0)
-    # What warp_specialize hands over may be a tensor or a tuple, but not None
-    biases = ()
-    shared = ()
     if bias is not None:
         biases = (bias,)
-    if SPLITS > 1:
-        shared = (partial, arrived)
-    result = (args, N, biases, shared)
+    result = (args, N, biases, shared, slots)
     # Triton 3.6 does not see that what follows may overwrite what block_of's sums are read from
     barrier()
     gl.warp_specialize(
         [
-            (_multiply_tiles, (tiles, full, empty, w, place, steps, result, SPLITS, EXPERTS, FORMAT, EPILOGUE, PDL)),
-            (_load_tiles, (tiles, full, empty, x, w, place, low, steps, K, EXPERTS, FORMAT, PDL)),
+            (
+                _multiply_tiles,
+                (tiles, full, empty, w, work, result, K, EXPERTS, FORMAT, EPILOGUE, PDL),
+            ),
+            (_load_tiles, (tiles, full, empty, x, w, work, slots, N, K, EXPERTS, FORMAT, PDL)),
         ],
         [LOADERS],
         [LOADER_REGISTERS],
@@ -807,3 +899,13 @@ def registers(warps: int, programs: int) -> int:
     """How many registers a thread has at first, if so many programs with so many warps that multiply
     are to fit on an SM."""
     return min(224, 65536 // (32 * (warps + LOADERS.value) * programs) // 8 * 8)
+
+
+def stages(w: Matrix, sizes: ManySizes, columns: int) -> int:
+    """How many steps of so many columns fit into the shared memory that a program has, beside what
+    it needs to hand over its sums; at most sizes.stages."""
+    codes, *groups = w.tensors[: 1 + len(w.format.groups)]
+    bytes_of_row = codes.nbytes // w.rows * columns // w.columns
+    bytes_of_row += sum(t.itemsize for t in groups) * columns // 32
+    step = sizes.rows * bytes_of_row + sizes.block * columns * 2
+    return min(sizes.stages, (227 * 1024 // sizes.programs - 16640) // step)
