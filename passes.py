@@ -10,6 +10,7 @@ and proposals that are checked are all passes: segments of sequences, with rows 
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -162,11 +163,10 @@ class Pass:
             moves += [0] * 4
         positions += [i % self.longest if N > 1 else 0 for i in range(T - real)]
         places += [self.spare + position for position in positions[real:]]
-        steps = [int(self.feeds and i < real) for i in range(T)]
-        values = [places + positions + table, steps + steps + moves]
-        self._now_and_step.copy_(
-            on_its_way(values, torch.int32, self.place.device), non_blocking=True
-        )
+        steps = [int(self.feeds)] * real + [0] * (T - real)
+        values = places + positions + table + steps + steps + moves
+        known = on_its_way(values, torch.int32, self.place.device)
+        self._now_and_step.copy_(known.view(2, -1), non_blocking=True)
 
     def move(self) -> None:
         """Go on to the tokens that were sampled."""
@@ -174,9 +174,14 @@ class Pass:
             self.now.add_(self._step)
 
 
-def on_its_way(values: list, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Values in memory from which a GPU copies while the host goes on."""
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+TYPECODES = {torch.int32: "i", torch.int64: "q"}  # of arrays
+
+
+def on_its_way(values: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Values, not none, in memory from which a GPU copies while the host goes on. torch.tensor would
+    take three times as long to read the list."""
+    known = torch.frombuffer(array(TYPECODES[dtype], values), dtype=dtype)
+    return known.pin_memory() if device.type == "cuda" else known
 
 
 # ---- running them
