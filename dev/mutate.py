@@ -743,9 +743,9 @@ MUTANTS = [
     Mutant("speculation/proposals.py", "if proposed or waited:", "if proposed:", "costs_3_percent"),
     Mutant(
         "talk/chat.py",
-        "        self._dim = False\n        self._column = 0\n",
-        "        self._dim = False\n",
-        "printer",
+        "            text = text.translate(HARMLESS)\n",
+        "            pass\n",
+        "control_characters_are",
     ),
     Mutant(
         "talk/chat.py",
