@@ -26,6 +26,7 @@ from fp8 import E4M3, e4m3_encode
 from launch import (
     EMULATED,
     Scratch,
+    begin_split,
     capability,
     gdc_launch_dependents,
     gdc_wait,
@@ -358,20 +359,17 @@ def _split_attention_kernel(
     """A few tokens of a segment: the G query heads of one key/value head are rows, G for each token,
     BLOCK_M of them in each of BLOCKS programs, and the positions are split."""
     gdc_launch_dependents(PDL)
-    pid, split, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    group = segment * tl.num_programs(0) + pid
-    head, top = pid // BLOCKS, pid % BLOCKS * BLOCK_M
-    last = segment == tl.num_programs(2) - 1
-    first, start_pos, begin, count, written = segment_of(segments, segment, last, T)
+    segment, heads, positions = begin_split(
+        segments, k_cache, v_cache, P, T, D, BLOCKS, BLOCK_M, SPLITS, BLOCK_N, LEAST
+    )
+    group, begin, count, written = segment
+    head, top, k_head, v_head = heads
+    start_pos, used, split, start, end = positions
     rows = top + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
     offs_n = tl.arange(0, BLOCK_N)
     t, g = rows // G, rows % G
-    offs_head = (head.to(tl.int64) * P + first) * D
-    k_head = k_cache + offs_head
-    v_head = v_cache + offs_head
     # Before the wait: the part of the first block that earlier passes have stored
-    used, start, end = split_of(start_pos + count, split, SPLITS, BLOCK_N, LEAST)
     if (split < used) & (top < written * G):
         offs_s = start + offs_n
         mask_old = offs_s < tl.minimum(end, start_pos)

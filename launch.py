@@ -304,6 +304,29 @@ def split_of(length, split, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: 
 
 
 @jit
+def begin_split(
+    segments, k_cache, v_cache, P, T, D: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """What a program works on: BLOCK_M rows of a segment and a key/value head, over one split of the
+    positions. Returns the group of programs that share these rows, with begin, count and written of
+    the segment; the head, the first row, and where keys and values are; start of the segment, how
+    many splits there are, which this one is, where it begins and where it ends."""
+    pid, split, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    group = segment * tl.num_programs(0) + pid
+    head, top = pid // BLOCKS, pid % BLOCKS * BLOCK_M
+    last = segment == tl.num_programs(2) - 1
+    first, start_pos, begin, count, written = segment_of(segments, segment, last, T)
+    offs_head = (head.to(tl.int64) * P + first) * D
+    used, start, end = split_of(start_pos + count, split, SPLITS, BLOCK_N, LEAST)
+    return (
+        (group, begin, count, written),
+        (head, top, k_cache + offs_head, v_cache + offs_head),
+        (start_pos, used, split, start, end),
+    )
+
+
+@jit
 def rows_of_program(pid, blocks, heads_at_once, H):
     """Returns the block of a prompt's rows and the head that a program works on. Programs start in
     the order of pid: a few heads at a time, whose keys and values stay in the L2, and among these
