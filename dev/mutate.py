@@ -125,7 +125,7 @@ MUTANTS = [
         "attention_of_a_prompt and 62 and False",
     ),
     Mutant(
-        "attention.py",
+        "launch.py",
         "group = segment * tl.num_programs(0) + pid",
         "group = pid",
         "attention_of_several and False",
