@@ -410,7 +410,10 @@ MUTANTS = [
         "spoiled_checkpoint and second",
     ),
     Mutant(
-        "loading/layouts.py", "if named.get(t.name, t.file) == t.file", "", "files_beside and twice"
+        "loading/layouts.py",
+        "if named.get(t.name, t.file) == t.file",
+        "",
+        "checkpoints_equal and twice",
     ),
     Mutant(
         "loading/place.py",
@@ -458,13 +461,13 @@ MUTANTS = [
         "loading/tensors.py",
         "at = stored.expert * sum(",
         "at = 0 * sum(",
-        "families_equal and moe and torch",
+        "checkpoints_equal and moe and safetensors",
     ),
     Mutant(
         "loading/reading.py",
         "most // (each * unit)) * unit",
         "most // each)",
-        "piece_by_piece",
+        "checkpoints_equal and moe and safetensors",
     ),
     Mutant(
         "loading/reading.py",
@@ -476,13 +479,13 @@ MUTANTS = [
         "loading/tensors.py",
         "stored.step * own.start - some.start",
         "stored.step * own.start",
-        "piece_by_piece",
+        "checkpoints_equal and moe and safetensors",
     ),
     Mutant(
         "loading/tensors.py",
         "start += rows_in(piece)",
         "start += 1",
-        "piece_by_piece",
+        "checkpoints_equal and moe and safetensors",
     ),
     Mutant(
         "loading/torchfile.py", "> 2 * stat.st_size", "> 2**60", "spoiled_checkpoint and storage"
@@ -502,13 +505,13 @@ MUTANTS = [
         "loading/tensors.py",
         "(-1, 2, self.head_dim // 2,",
         "(-1, self.head_dim // 2, 2,",
-        "files_beside and bin",
+        "checkpoints_equal and bin",
     ),
     Mutant(
         "loading/meta.py",
         "if len(shape) == 1:  # every",
         "if False:  # every",
-        "files_beside and meta",
+        "checkpoints_equal and meta",
     ),
     Mutant(
         "loading/quantised.py",

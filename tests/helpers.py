@@ -58,10 +58,10 @@ from formats import Matrix
 from fp8 import E4M3, E5M2
 from launch import tl
 from loading import gguf as ggml
-from loading import random_model
+from loading import random_model, reading, tensors
 from loading.checkpoint import load, read_config, save
 from loading.loader import Loader
-from loading.names import formats_of
+from loading.names import formats_of, model_tensors, tensor_in
 from loading.place import Place, formats_as_stored
 from model import Config, Llama
 from passes import Passes
@@ -1018,10 +1018,24 @@ def read_gguf(model, file: Path) -> None:
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
-def assert_equals_transformers(folder: Path, theirs):
-    """Returns our model of a folder, in fp32 on the CPU."""
-    ours, ids = load(folder, dtype="fp32", device="cpu"), torch.randint(250, (100,)).tolist()
-    assert_close(logits_of(ours, ids), oracle(theirs, ids))
+def assert_equals_transformers(path: Path, theirs):
+    """Returns our model of a checkpoint, in fp32 on the CPU. Its logits, of a text as a whole and in
+    parts, are those of transformers, and so is its greedy text."""
+    ours, prompt, n = (
+        load(path, dtype="fp32", device="cpu"),
+        torch.randint(250, (100,)).tolist(),
+        12,
+    )
+    text = prompt + greedy(ours, prompt, n)
+    exact = oracle(theirs, text)
+    assert_close(logits_of(ours, text), exact)
+    # with a format, the activation of a single token is in fp16
+    tolerance = 0.02 if ours.weights.held else 1e-4
+    assert_close(logits_of(ours, text, 88, 1, 21, 2), exact, tolerance)
+    logits = exact[len(prompt) - 1 : -1]
+    behind = logits.amax(1) - logits[range(n), torch.tensor(text[-n:])]
+    # the best two may be tied to within rounding; ours are up to 2.3e-5 of their spread off
+    assert (behind < tolerance * logits.std(1)).all(), behind
     return ours
 
 
@@ -1408,13 +1422,26 @@ def loaded(model, format="held", ranks: Ranks = Ranks()):
     return loader_of(model, format, ranks).load()
 
 
-def assert_two_ranks_have(model, layer, format="held") -> None:
-    """Each its share of every expert."""
-    parts = [loaded(model, format, Ranks(rank, 2)).layers[1] for rank in (0, 1)]
+def assert_reads_alike(model, monkeypatch, format="held"):
+    """Returns its weights. A few rows at a time, and several of these together, they are what they
+    are as a whole; and so are those of two ranks, each of which has its share of every expert."""
+    whole = loaded(model, format)
+    with monkeypatch.context() as few:
+        few.setattr(tensors, "AT_ONCE", 900)
+        few.setattr(reading, "TOGETHER", 9000)
+        pieces = loaded(model, format)
+        parts = [loaded(model, format, Ranks(rank, 2)).layers[1] for rank in (0, 1)]
+    for t in model_tensors(model.config):
+        stored = [tensor_in(weights, t) for weights in (whole, pieces)]
+        if isinstance(stored[0], Matrix):
+            stored = [matrix.dense() for matrix in stored]
+        assert torch.equal(*stored), t.name
+    layer = whole.layers[1]
     experts = max(1, model.config.n_experts)
     for name, count, axis in (("w2", experts, 2), ("w13", experts, 1), ("wo", 1, 2)):
         dense = [getattr(part, name).dense().unflatten(0, (count, -1)) for part in (*parts, layer)]
         assert torch.equal(torch.cat(dense[:2], axis), dense[2]), name
+    return whole
 
 
 def words(codes: torch.Tensor, bits: int = 4, order=None) -> torch.Tensor:
