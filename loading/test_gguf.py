@@ -423,8 +423,7 @@ def string(text: bytes) -> bytes:
 HUGE = 1 << 62
 
 
-# a file, or what is put into the metadata or among the tensors, None to leave it out: what the line
-# says
+# for gguf_with: what the line says, beside the file's name
 BAD_GGUF = {
     "empty": (b"", "is not a GGUF file"),
     "a pointer of git-lfs": (POINTER.encode(), "is a git-lfs pointer"),
@@ -509,23 +508,6 @@ def test_gguf_tokens_that_end_an_answer(tmp_path, small_gguf, kind):
     assert config.eos_ids == (0, 1, *range(3, 10))
     tokenizer = open_tokenizer(file, config.vocab_size)
     assert {*ends} <= tokenizer.control.keys() and tokenizer.decode([*range(3, 10)]) == ""
-
-
-@pytest.mark.parametrize("how", BAD_GGUF)
-def test_bad_gguf_is_one_line(cli, tmp_path, small_gguf, how):
-    file, (bad, message) = tmp_path / "a.gguf", BAD_GGUF[how]
-    if isinstance(bad, bytes):
-        file.write_bytes(bad)
-    else:
-        parts = [dict(part) for part in small_gguf]
-        for key, value in bad.items():
-            part = parts[key.endswith(".weight")]
-            part[key] = value
-            if value is None:
-                del part[key]
-        write_gguf(file, *parts)
-    said = cli("-m", file, "-p", "a", "-n", 1, "--quiet", "--no-display-prompt")
-    assert_refused(said, "a.gguf", message)
 
 
 ROPE, LINEAR8 = "rope.scaling.", (8.0,) * 8

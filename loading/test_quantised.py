@@ -279,11 +279,3 @@ BAD_QUANTISED = {  # a checkpoint, how it is changed, what the line says
     "another method": (*config_with("AWQ", quant_method="exl3"), "as exl3, which is not supported"),
     "int8": (*config_with("W4A16", format="int-quantized"), "as int-quantized, which is not supported"),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("case", BAD_QUANTISED)
-def test_bad_quantised_safetensors_are_one_line(cli, copy, case):
-    how, spoil, *said = BAD_QUANTISED[case]
-    write_quantised(copy, how)
-    spoil(copy)
-    assert_refused(cli("-m", copy, "-p", "a", "-n", 1, "--quiet", "--no-display-prompt"), *said)

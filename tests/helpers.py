@@ -53,13 +53,14 @@ import launch
 import run
 from bits import groups, others
 from bits.int4 import INT4
+from dev.checkpoints import write_gguf
 from engine import Engine, Sequence, generate
 from formats import Matrix
 from fp8 import E4M3, E5M2
 from launch import tl
 from loading import gguf as ggml
 from loading import random_model, reading, tensors
-from loading.checkpoint import load, read_config, save
+from loading.checkpoint import load, open_tokenizer, read_config, save
 from loading.loader import Loader
 from loading.names import formats_of, model_tensors, tensor_in
 from loading.place import Place, formats_as_stored
@@ -70,6 +71,7 @@ from ranks.processes import Ranks
 from sampling import Sampling
 from session import Session
 from speculation.proposals import Proposer
+from talk.cli import error_line
 from tokenizer import TextStream, Tokenizer
 from training import ops as training
 
@@ -230,6 +232,22 @@ def assert_refused(result: tuple[int, str, str], *said: str, code: int = 1) -> N
     seen, out, err = result
     assert seen == code and out == "" and err.startswith("error: ") and err.count("\n") == 1, result
     assert all(text in err for text in said), err
+
+
+def assert_refused_alike(cli, path: Path, *said: str) -> None:
+    """Whoever opens a checkpoint by its parts, or a session, gets the line that the program says."""
+
+    def by_parts() -> None:
+        model = load(path, device="cpu")
+        tokenizer = open_tokenizer(path, model.config.vocab_size, model.config.bos_id)
+        greedy(model, tokenizer.encode("Once"), 2)
+
+    result = cli("-m", path, "-p", "Once", "-n", 2, "--quiet", "--no-display-prompt")
+    assert_refused(result, *said)
+    for door in by_parts, lambda: Session(path, device="cpu").generate("Once", n=2).finish():
+        with pytest.raises((OSError, RuntimeError, ValueError)) as raised:
+            door()
+        assert result[2] == f"error: {error_line(raised.value)}\n"
 
 
 @contextlib.contextmanager
@@ -1396,11 +1414,36 @@ def gguf_tensors(model, kinds=()) -> dict:
     return found
 
 
-@pytest.fixture(scope="session")
-def small_gguf(tmp_path_factory) -> tuple[dict, dict]:
-    """Metadata and tensors of a llama of which most tests change something."""
+@functools.cache
+def parts_of_gguf() -> tuple[dict, dict]:
     model = hugging_face_model(259, **FAMILIES["gqa"], eos_token_id=258, bos_token_id=None)
     return gguf_metadata(model.config) | BYTES, gguf_tensors(model.half())
+
+
+@pytest.fixture
+def small_gguf() -> tuple[dict, dict]:
+    """Metadata and tensors of a llama of which most tests change something."""
+    return parts_of_gguf()
+
+
+def gguf_with(bad: bytes | dict):
+    """Put a GGUF file beside a checkpoint: this one, or the small one with these values in place of its
+    own, None to leave one out."""
+
+    def spoil(folder: Path) -> None:
+        file = folder / "a.gguf"
+        if isinstance(bad, bytes):
+            file.write_bytes(bad)
+            return
+        parts = [dict(part) for part in parts_of_gguf()]
+        for key, value in bad.items():
+            part = parts[key.endswith(".weight")]
+            part[key] = value
+            if value is None:
+                del part[key]
+        write_gguf(file, *parts)
+
+    return spoil
 
 
 def loader_of(model, format="held", ranks: Ranks = Ranks()) -> Loader:
