@@ -26,6 +26,7 @@ from fp8 import E4M3, e4m3_encode
 from launch import (
     EMULATED,
     Scratch,
+    begin_split,
     capability,
     gdc_launch_dependents,
     gdc_wait,
@@ -36,7 +37,6 @@ from launch import (
     rows_of_program,
     saturated,
     segment_of,
-    split_of,
     tl,
     triton,
 )
@@ -358,20 +358,17 @@ def _split_attention_kernel(
     """A few tokens of a segment: the G query heads of one key/value head are rows, G for each token,
     BLOCK_M of them in each of BLOCKS programs, and the positions are split."""
     gdc_launch_dependents(PDL)
-    pid, split, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    group = segment * tl.num_programs(0) + pid
-    head, top = pid // BLOCKS, pid % BLOCKS * BLOCK_M
-    last = segment == tl.num_programs(2) - 1
-    first, start_pos, begin, count, written = segment_of(segments, segment, last, T)
+    segment, heads, positions = begin_split(
+        segments, k_cache, v_cache, P, T, D, BLOCKS, BLOCK_M, SPLITS, BLOCK_N, LEAST
+    )
+    group, begin, count, written = segment
+    head, top, k_head, v_head = heads
+    start_pos, used, split, start, end = positions
     rows = top + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
     offs_n = tl.arange(0, BLOCK_N)
     t, g = rows // G, rows % G
-    offs_head = (head.to(tl.int64) * P + first) * D
-    k_head = k_cache + offs_head
-    v_head = v_cache + offs_head
     # Before the wait: the part of the first block that earlier passes have stored
-    used, start, end = split_of(start_pos + count, split, SPLITS, BLOCK_N, LEAST)
     if (split < used) & (top < written * G):
         offs_s = start + offs_n
         mask_old = offs_s < tl.minimum(end, start_pos)
@@ -429,17 +426,16 @@ def _single_attention_kernel(
     needs 16 rows: each of the BLOCK_N positions read at a time has a running softmax of its own,
     and these are merged at the end."""
     gdc_launch_dependents(PDL)
-    head, split, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    group = segment * H + head
-    first, start_pos, begin, _, _ = segment_of(segments, segment, False, T)
+    segment, heads, positions = begin_split(
+        segments, k_cache, v_cache, P, T, D, 1, 1, SPLITS, BLOCK_N, LEAST
+    )
+    group, begin, _, _ = segment
+    head, _, k_head, v_head = heads
+    start_pos, used, split, start, end = positions
     offs_d = tl.arange(0, BLOCK_D)
     offs_n = tl.arange(0, BLOCK_N)
-    offs_head = (head.to(tl.int64) * P + first) * D
-    k_head = k_cache + offs_head
-    v_head = v_cache + offs_head
     offs_q = (begin * H + head) * D + offs_d
     # Before the wait: the part of the first block that earlier passes have stored
-    used, start, end = split_of(start_pos + 1, split, SPLITS, BLOCK_N, LEAST)
     if split < used:
         mask_old = start + offs_n < tl.minimum(end, start_pos)
         mask_new = start + offs_n == start_pos

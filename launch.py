@@ -296,11 +296,28 @@ def segment_of(segments, index, last, T):
 
 
 @jit
-def split_of(length, split, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr):
-    """Divide `length` positions into splits. Returns how many there are, and where this one begins
-    and ends."""
+def begin_split(
+    segments, k_cache, v_cache, P, T, D: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """What a program works on: BLOCK_M rows of a segment and a key/value head, over one split of the
+    positions. Returns the group of programs that share these rows, with begin, count and written of
+    the segment; the head, the first row, and where keys and values are; start of the segment, how
+    many splits there are, which this one is, where it begins and where it ends."""
+    pid, split, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    group = segment * tl.num_programs(0) + pid
+    head, top = pid // BLOCKS, pid % BLOCKS * BLOCK_M
+    last = segment == tl.num_programs(2) - 1
+    first, start_pos, begin, count, written = segment_of(segments, segment, last, T)
+    offs_head = (head.to(tl.int64) * P + first) * D
+    length = start_pos + count
     size = tl.where(length <= LEAST, LEAST, tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_N) * BLOCK_N)
-    return tl.cdiv(length, size), split * size, tl.minimum(split * size + size, length)
+    end = tl.minimum(split * size + size, length)
+    return (
+        (group, begin, count, written),
+        (head, top, k_cache + offs_head, v_cache + offs_head),
+        (start_pos, tl.cdiv(length, size), split, split * size, end),
+    )
 
 
 @jit

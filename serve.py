@@ -110,7 +110,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 # ---- the process that has the model
 
 
-class Part(NamedTuple):
+class Sent(NamedTuple):
     """A part of an answer, for the process that talks with clients."""
 
     number: int  # of the request
@@ -144,14 +144,14 @@ class Job:
         texts = self.request.texts
         return any(text.ready for text in texts) or all(text.ended for text in texts)
 
-    def due(self) -> Part | None:
+    def due(self) -> Sent | None:
         """What is to be sent now of a stream."""
         now = time.perf_counter()
         if not (self.request.is_stream and self.unsent and now > self.sent + PAUSE):
             return None
         self.stream = type(self.request)
         self.sent = now
-        part = Part(self.number, self.unsent, last=False)
+        part = Sent(self.number, self.unsent, last=False)
         self.unsent = b""
         return part
 
@@ -160,11 +160,11 @@ class Job:
             text.close()
 
 
-def failed(number: int, error: APIError, begun: type[ModelRequest] | None = None) -> Part:
+def failed(number: int, error: APIError, begun: type[ModelRequest] | None = None) -> Sent:
     """An error as the whole answer or, in a stream of this kind that has begun, as its last event."""
     body = error_body(error)
     body = begun.error_event(body) if begun else to_json(body)
-    return Part(number, body, 200 if begun else error.status_code)
+    return Sent(number, body, 200 if begun else error.status_code)
 
 
 class Desk:
@@ -239,7 +239,7 @@ class Desk:
                 job.unsent += next(job.parts)
             last = job.due()
         except StopIteration:
-            last = Part(job.number, job.unsent)
+            last = Sent(job.number, job.unsent)
             summary = job.request.summary()
             if summary and not self.quiet:
                 cli.note(summary)
@@ -253,7 +253,7 @@ class Desk:
             job.close()
             del self.jobs[job.number]
 
-    def send(self, part: Part) -> None:
+    def send(self, part: Sent) -> None:
         if self.pipe:
             self.pipe.send(part)
 
@@ -292,7 +292,7 @@ class Client:
         self.number = number
         self.is_stream = parse_request(body, kind).is_stream
         self.asks = Asked(number, kind, body)
-        self.parts: asyncio.Queue[Part | None] = asyncio.Queue()  # None: the client has gone
+        self.parts: asyncio.Queue[Sent | None] = asyncio.Queue()  # None: the client has gone
         self.watching: asyncio.Task | None = None  # asyncio's own references are weak
 
 
@@ -450,15 +450,15 @@ class Frontend:
         return await error_response(received, failure(error, self.debug))
 
 
-async def next_part(client: Client) -> Part | None:
+async def next_part(client: Client) -> Sent | None:
     """The next part of a stream, which is a comment if there is none for some time."""
     try:
         return await asyncio.wait_for(client.parts.get(), SILENCE)
     except TimeoutError:
-        return Part(client.number, COMMENT, last=False)
+        return Sent(client.number, COMMENT, last=False)
 
 
-async def bodies(part: Part | None, client: Client) -> AsyncIterator[bytes]:
+async def bodies(part: Sent | None, client: Client) -> AsyncIterator[bytes]:
     """What is in a part and in those that follow it, to the last one or until the client goes."""
     while part:
         body = part.body

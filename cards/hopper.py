@@ -13,6 +13,7 @@ from formats import Matrix, block_of, columns_of, row_scale
 from launch import (
     INTERPRETED,
     barrier,
+    begin_split,
     constexpr,
     gdc_launch_dependents,
     gdc_wait,
@@ -20,7 +21,6 @@ from launch import (
     rows_of_program,
     run_or_compile,
     segment_of,
-    split_of,
     triton,
 )
 
@@ -415,16 +415,13 @@ def few_attention_kernel(
     K_LAYOUT: gl.constexpr = gl.DotOperandLayout(1, MMA, E)
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     V_LAYOUT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    pid, split, segment = gl.program_id(0), gl.program_id(1), gl.program_id(2)
-    group = segment * gl.num_programs(0) + pid
-    head, top = pid // BLOCKS, pid % BLOCKS * 16
-    is_last_segment = segment == gl.num_programs(2) - 1
-    first, start_pos, begin, count, written = segment_of(segments, segment, is_last_segment, T)
-    offs_head = (head.to(gl.int64) * P + first) * D
-    k_head = k_cache + offs_head
-    v_head = v_cache + offs_head
+    segment, heads, positions = begin_split(
+        segments, k_cache, v_cache, P, T, D, BLOCKS, 16, SPLITS, BLOCK_N, LEAST
+    )
+    group, begin, count, written = segment
+    head, top, k_head, v_head = heads
+    start_pos, used, split, start, end = positions
     # Before the wait: the part of the first block that earlier passes have cached
-    used, start, end = split_of(start_pos + count, split, SPLITS, BLOCK_N, LEAST)
     if (split < used) & (top < written * G):
         k = _load_keys(
             k_head, start, start, gl.minimum(end, start_pos), D, BLOCK_D, WARPS, K_LAYOUT

@@ -125,7 +125,7 @@ MUTANTS = [
         "attention_of_a_prompt and 62 and False",
     ),
     Mutant(
-        "attention.py",
+        "launch.py",
         "group = segment * tl.num_programs(0) + pid",
         "group = pid",
         "attention_of_several and False",
@@ -410,7 +410,10 @@ MUTANTS = [
         "spoiled_checkpoint and second",
     ),
     Mutant(
-        "loading/layouts.py", "if named.get(t.name, t.file) == t.file", "", "files_beside and twice"
+        "loading/layouts.py",
+        "if named.get(t.name, t.file) == t.file",
+        "",
+        "checkpoints_equal and twice",
     ),
     Mutant(
         "loading/place.py",
@@ -458,13 +461,13 @@ MUTANTS = [
         "loading/tensors.py",
         "at = stored.expert * sum(",
         "at = 0 * sum(",
-        "families_equal and moe and torch",
+        "checkpoints_equal and moe and safetensors",
     ),
     Mutant(
         "loading/reading.py",
         "most // (each * unit)) * unit",
         "most // each)",
-        "piece_by_piece",
+        "checkpoints_equal and moe and safetensors",
     ),
     Mutant(
         "loading/reading.py",
@@ -476,13 +479,13 @@ MUTANTS = [
         "loading/tensors.py",
         "stored.step * own.start - some.start",
         "stored.step * own.start",
-        "piece_by_piece",
+        "checkpoints_equal and moe and safetensors",
     ),
     Mutant(
         "loading/tensors.py",
         "start += rows_in(piece)",
         "start += 1",
-        "piece_by_piece",
+        "checkpoints_equal and moe and safetensors",
     ),
     Mutant(
         "loading/torchfile.py", "> 2 * stat.st_size", "> 2**60", "spoiled_checkpoint and storage"
@@ -502,13 +505,13 @@ MUTANTS = [
         "loading/tensors.py",
         "(-1, 2, self.head_dim // 2,",
         "(-1, self.head_dim // 2, 2,",
-        "files_beside and bin",
+        "checkpoints_equal and bin",
     ),
     Mutant(
         "loading/meta.py",
         "if len(shape) == 1:  # every",
         "if False:  # every",
-        "files_beside and meta",
+        "checkpoints_equal and meta",
     ),
     Mutant(
         "loading/quantised.py",
@@ -743,9 +746,9 @@ MUTANTS = [
     Mutant("speculation/proposals.py", "if proposed or waited:", "if proposed:", "costs_3_percent"),
     Mutant(
         "talk/chat.py",
-        "        self._dim = False\n        self._column = 0\n",
-        "        self._dim = False\n",
-        "printer",
+        "            text = text.translate(HARMLESS)\n",
+        "            pass\n",
+        "control_characters_are",
     ),
     Mutant(
         "talk/chat.py",

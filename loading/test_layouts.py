@@ -2,63 +2,39 @@
 
 import os
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from formats import Matrix
-from fp8 import E4M3
-from loading import checkpoint, reading, tensors
-from loading.checkpoint import load, read_config, save
-from loading.names import model_tensors, tensor_in
+from loading import checkpoint
+from loading.checkpoint import load
+from passes import PROMPT_CHUNK
 from tests.helpers import (
     FAMILIES,
     FILES,
     LAYOUTS,
     assert_equals_transformers,
-    assert_two_ranks_have,
+    assert_reads_alike,
     hugging_face_model,
-    loaded,
     spoil_tensors,
     to_bin,
 )
 
-
-@pytest.mark.parametrize("how", FILES)
-def test_layouts_and_files_beside_others_equal_transformers(tmp_path, how):
-    theirs = hugging_face_model(**FAMILIES["gqa"])
-    theirs.save_pretrained(tmp_path)
-    FILES[how](tmp_path)
-    assert_equals_transformers(tmp_path, theirs)
+IN_ONE_TENSOR = "experts in one tensor"  # as transformers 5 keeps them in memory
 
 
-@pytest.mark.parametrize("family, layout", [
-    ("gqa", "safetensors"), ("gqa", "bin"), ("gqa", "meta, 2 shards"), ("gqa", "saved"),
-    ("qwen 3 moe", "safetensors"), ("qwen 3 moe", "bin"), ("qwen 3 moe", "saved"),
+@pytest.mark.parametrize("family, how", [
+    *((family, "safetensors") for family in FAMILIES), *(("gqa", how) for how in FILES), ("qwen 3 moe", "bin"),
+    ("mixtral", IN_ONE_TENSOR), ("qwen 3 moe", IN_ONE_TENSOR),
 ])  # fmt: skip
-def test_tensors_are_read_piece_by_piece(copy, monkeypatch, family, layout):
-    """A few rows at a time, and several of these together, they are what they are as a whole; also
-    by ranks, each of which has its share of every expert."""
-    hugging_face_model(read_config(copy).vocab_size, **FAMILIES[family]).save_pretrained(copy)
-    form = None
-    if layout == "saved":
-        form = E4M3
-        copy = save(copy, copy.parent / "saved", format="e4m3", device="cpu").parent
-    elif layout != "safetensors":
-        LAYOUTS[layout](copy)
-    opened = SimpleNamespace(checkpoint=checkpoint.Checkpoint(copy))
-    opened.config = opened.checkpoint.config
-    whole = loaded(opened, form)
-    monkeypatch.setattr(tensors, "AT_ONCE", 900)
-    monkeypatch.setattr(reading, "TOGETHER", 9000)
-    pieces = loaded(opened, form)
-    for t in model_tensors(opened.config):
-        stored = [tensor_in(weights, t) for weights in (whole, pieces)]
-        if isinstance(stored[0], Matrix):
-            stored = [matrix.dense() for matrix in stored]
-        assert torch.equal(*stored), t.name
-    assert_two_ranks_have(opened, whole.layers[1], form)
+def test_checkpoints_equal_transformers(tmp_path, family, how, monkeypatch):
+    """Also by ranks, and a few rows at a time; a prompt is evaluated in chunks."""
+    monkeypatch.setitem(PROMPT_CHUNK, "cpu", 16)
+    theirs = hugging_face_model(**FAMILIES[family])
+    theirs.save_pretrained(tmp_path, save_original_format=how != IN_ONE_TENSOR)
+    if how in FILES:
+        FILES[how](tmp_path)
+    assert_reads_alike(assert_equals_transformers(tmp_path, theirs), monkeypatch)
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
@@ -93,16 +69,3 @@ def test_weights_that_change_while_they_are_read(copy, layout, how):
         os.replace(shutil.copy(file, copy / "new"), file)
     with pytest.raises(OSError, match=f"{file.name} was (replaced|cut short) while it was being"):
         load(opened, device="cpu")
-
-
-@pytest.mark.parametrize("family", ["mixtral", "qwen 3 moe"])
-def test_experts_in_one_tensor_equal_transformers(tmp_path, monkeypatch, family):
-    """As transformers 5 keeps them in memory; also a few rows at a time, and by ranks."""
-    theirs = hugging_face_model(**FAMILIES[family])
-    theirs.save_pretrained(tmp_path, save_original_format=False)
-    ours = assert_equals_transformers(tmp_path, theirs)
-    whole = loaded(ours, None)
-    monkeypatch.setattr(tensors, "AT_ONCE", 900)
-    for one, other in zip(loaded(ours, None).matrices, whole.matrices, strict=True):
-        assert torch.equal(one.dense(), other.dense())
-    assert_two_ranks_have(ours, whole.layers[1], None)

@@ -6,6 +6,7 @@ import pickle
 import shutil
 import warnings
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from loading.reading import read, safetensors_header
+from loading.test_gguf import BAD_GGUF
+from loading.test_quantised import BAD_QUANTISED, write_quantised
 from tests.helpers import (
     DOWN,
     FAMILIES,
@@ -20,9 +23,10 @@ from tests.helpers import (
     NAN,
     NORM,
     POINTER,
-    assert_refused,
+    assert_refused_alike,
     both,
     edit,
+    gguf_with,
     hugging_face_model,
     put,
     set_one,
@@ -273,6 +277,15 @@ SPOILED = {
 }  # fmt: skip
 
 
+SPOILED |= {
+    f"quantised, {case}": (both(partial(write_quantised, how=how), spoil), *said)
+    for case, (how, spoil, *said) in BAD_QUANTISED.items()
+}
+SPOILED |= {
+    f"gguf, {case}": (gguf_with(bad), "a.gguf", said) for case, (bad, said) in BAD_GGUF.items()
+}
+
+
 @pytest.mark.parametrize("how", SPOILED)
 def test_spoiled_checkpoint_is_one_line(cli, tiny, tiny_saved, how, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
@@ -280,8 +293,8 @@ def test_spoiled_checkpoint_is_one_line(cli, tiny, tiny_saved, how, monkeypatch,
     folder = Path(shutil.copytree(original, tmp_path / "folder" / "copy"))
     spoil, *expected = SPOILED[how]
     spoil(folder)
-    said = cli("-m", folder, "-p", "Once", "-n", 2, "--quiet", "--no-display-prompt")
-    assert_refused(said, *expected)
+    file = folder / "a.gguf"
+    assert_refused_alike(cli, file if file.exists() else folder, *expected)
     assert not (tmp_path / "PICKLE_HAS_RUN").exists(), "opening a checkpoint ran its code"
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import sys
-import unicodedata
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
@@ -23,7 +22,6 @@ from talk.cli import (
     error_line,
     note,
     read_input,
-    screen_width,
     show,
     speed,
 )
@@ -44,13 +42,6 @@ PLAIN = "\033[0m"
 # ---- what a terminal shows
 
 
-def columns(text: str) -> int:
-    """How many columns of a terminal a text takes."""
-    shown = [char for char in text if unicodedata.category(char) not in ("Mn", "Me", "Cf")]
-    wide = [char for char in shown if unicodedata.east_asian_width(char) in "WF"]
-    return len(shown) + len(wide)
-
-
 def has_colours() -> bool:
     """Whether stdout is a terminal that obeys control sequences, and may be sent them."""
     # A dumb terminal shows control sequences instead of obeying them
@@ -59,15 +50,12 @@ def has_colours() -> bool:
 
 
 class Printer:
-    """Writes a text to stdout as it arrives. On a terminal, control characters are replaced, and
-    each word is held back until it ends and moves to the next line if it does not fit."""
+    """Writes a text to stdout as it arrives. On a terminal, control characters are replaced."""
 
     def __init__(self, first: str = ""):
         """first: what is written before the text, as soon as that begins."""
         self.first = first
         self.at_terminal = sys.stdout.isatty()
-        self._column = 0
-        self._word = ""
         self._dim = False
 
     def write_parts(self, parts: list[Part]) -> None:
@@ -86,49 +74,13 @@ class Printer:
         text = self.first + text
         self.first = ""
         if self.at_terminal:
-            text = "".join(map(self._wrapped, text.translate(HARMLESS)))
+            text = text.translate(HARMLESS)
         show(text)
 
-    def end(self, cut: bool = False) -> None:
-        """End the line, after what is held back or, if the text is cut, without it."""
-        if cut:
-            self._word = ""
-        show(self._release() + "\n" + PLAIN * self._dim)
+    def end(self) -> None:
+        """End the line."""
+        show("\n" + PLAIN * self._dim)
         self._dim = False
-        self._column = 0
-
-    def _wrapped(self, char: str) -> str:
-        """What can be written now that this character has arrived."""
-        if char == "\n":
-            out = self._release()
-            self._column = 0
-            return out + char
-        if char.isspace():
-            out = self._release()
-            gap = 8 - self._column % 8 if char == "\t" else 1
-            # No space at the edge: the next word begins a line and needs none before it
-            gap = min(gap, screen_width() - self._column)
-            self._column += gap
-            return out + " " * gap
-        if columns(char) == 2:  # a line may break on either side of a wide character
-            out = self._release()
-            self._word = char
-            return out + self._release()
-        out = ""
-        if columns(self._word + char) > screen_width():
-            out = self._release()
-        self._word += char
-        return out
-
-    def _release(self) -> str:
-        """The word held back, on the next line if it does not fit on this one."""
-        word = self._word
-        self._word = ""
-        if self._column > 0 and self._column + columns(word) > screen_width():
-            self._column = columns(word)
-            return "\n" + word
-        self._column += columns(word)
-        return word
 
 
 class Output:
@@ -172,7 +124,7 @@ class Output:
         if self.jsonl:
             show(json.dumps({"prompt": prompt} | record(generation)) + "\n")
         else:
-            printer.end(cut=generation.ended_by == "interrupt")
+            printer.end()
         if generation.ended_by == "context":
             size = self.session.ctx_size
             self.note(f"note: the context of {size} tokens is full (see -c)")

@@ -11,10 +11,8 @@ import functools
 import json
 import os
 import re
-import shutil
 import signal
 import sys
-import textwrap
 import time
 import traceback
 import warnings
@@ -52,12 +50,6 @@ def is_rank0() -> bool:
     return "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["RANK"] == "0"
 
 
-def screen_width() -> int:
-    """How many columns of the terminal are used."""
-    # Some terminals wrap as soon as the last column is written
-    return max(shutil.get_terminal_size().columns - 1, 2)
-
-
 # In place of control characters, which could move the cursor or worse, for str.translate; tab and
 # newline stay
 HARMLESS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}")
@@ -71,14 +63,9 @@ def show(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Write lines to stderr, without control characters, which a file's name may contain. At a
-    terminal they are wrapped at words, and what follows a line's label is indented as far as its
-    first line."""
-    text = text.translate(HARMLESS)
-    if sys.stderr.isatty():
-        text = "\n".join(_wrapped(line) for line in text.split("\n"))
+    """Write lines to stderr, without control characters, which a file's name may contain."""
     try:
-        sys.stderr.write(text + "\n")  # at once, where processes share it
+        sys.stderr.write(text.translate(HARMLESS) + "\n")  # at once, where processes share it
         sys.stderr.flush()
     except OSError:  # a full disk or a closed pipe behind it does not end a good run
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
@@ -87,17 +74,6 @@ def note(text: str) -> None:
 @functools.cache
 def note_once(text: str) -> None:
     note(f"note: {text}")
-
-
-def _wrapped(line: str) -> str:
-    label = re.match(r"(\S+ )+ +|", line)
-    return textwrap.fill(
-        line,
-        width=screen_width(),
-        subsequent_indent=label.end() * " ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def read_input(file: str | None) -> str:

@@ -187,7 +187,7 @@ StopStrings = Annotated[
     str | Annotated[list[str], Field(max_length=1024)],  # each is compared at each token
     must_be("a string, or a list of at most 1024 strings"),
 ]
-Prompt = Annotated[
+Prompts = Annotated[
     str | Annotated[list[int], Field(min_length=1)],
     must_be("one prompt: a string, or a list of ids"),
     BeforeValidator(only_prompt),
@@ -763,7 +763,7 @@ class CompletionRequest(GenerationRequest):
     whole_object = "text_completion"
     chunk_object = whole_object
 
-    prompt: Prompt
+    prompt: Prompts
     logprobs: Annotated[TopLogprobs | bool, must_be("from 0 to 20, or true for 1")] = False
     echo: bool = False  # the prompt comes before the text
 

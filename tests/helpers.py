@@ -53,15 +53,16 @@ import launch
 import run
 from bits import groups, others
 from bits.int4 import INT4
+from dev.checkpoints import write_gguf
 from engine import Engine, Sequence, generate
 from formats import Matrix
 from fp8 import E4M3, E5M2
 from launch import tl
 from loading import gguf as ggml
-from loading import random_model
-from loading.checkpoint import load, read_config, save
+from loading import random_model, reading, tensors
+from loading.checkpoint import load, open_tokenizer, read_config, save
 from loading.loader import Loader
-from loading.names import formats_of
+from loading.names import formats_of, model_tensors, tensor_in
 from loading.place import Place, formats_as_stored
 from model import Config, Llama
 from passes import Passes
@@ -70,6 +71,7 @@ from ranks.processes import Ranks
 from sampling import Sampling
 from session import Session
 from speculation.proposals import Proposer
+from talk.cli import error_line
 from tokenizer import TextStream, Tokenizer
 from training import ops as training
 
@@ -230,6 +232,22 @@ def assert_refused(result: tuple[int, str, str], *said: str, code: int = 1) -> N
     seen, out, err = result
     assert seen == code and out == "" and err.startswith("error: ") and err.count("\n") == 1, result
     assert all(text in err for text in said), err
+
+
+def assert_refused_alike(cli, path: Path, *said: str) -> None:
+    """Whoever opens a checkpoint by its parts, or a session, gets the line that the program says."""
+
+    def by_parts() -> None:
+        model = load(path, device="cpu")
+        tokenizer = open_tokenizer(path, model.config.vocab_size, model.config.bos_id)
+        greedy(model, tokenizer.encode("Once"), 2)
+
+    result = cli("-m", path, "-p", "Once", "-n", 2, "--quiet", "--no-display-prompt")
+    assert_refused(result, *said)
+    for door in by_parts, lambda: Session(path, device="cpu").generate("Once", n=2).finish():
+        with pytest.raises((OSError, RuntimeError, ValueError)) as raised:
+            door()
+        assert result[2] == f"error: {error_line(raised.value)}\n"
 
 
 @contextlib.contextmanager
@@ -1018,10 +1036,24 @@ def read_gguf(model, file: Path) -> None:
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
-def assert_equals_transformers(folder: Path, theirs):
-    """Returns our model of a folder, in fp32 on the CPU."""
-    ours, ids = load(folder, dtype="fp32", device="cpu"), torch.randint(250, (100,)).tolist()
-    assert_close(logits_of(ours, ids), oracle(theirs, ids))
+def assert_equals_transformers(path: Path, theirs):
+    """Returns our model of a checkpoint, in fp32 on the CPU. Its logits, of a text as a whole and in
+    parts, are those of transformers, and so is its greedy text."""
+    ours, prompt, n = (
+        load(path, dtype="fp32", device="cpu"),
+        torch.randint(250, (100,)).tolist(),
+        12,
+    )
+    text = prompt + greedy(ours, prompt, n)
+    exact = oracle(theirs, text)
+    assert_close(logits_of(ours, text), exact)
+    # with a format, the activation of a single token is in fp16
+    tolerance = 0.02 if ours.weights.held else 1e-4
+    assert_close(logits_of(ours, text, 88, 1, 21, 2), exact, tolerance)
+    logits = exact[len(prompt) - 1 : -1]
+    behind = logits.amax(1) - logits[range(n), torch.tensor(text[-n:])]
+    # the best two may be tied to within rounding; ours are up to 2.3e-5 of their spread off
+    assert (behind < tolerance * logits.std(1)).all(), behind
     return ours
 
 
@@ -1382,11 +1414,36 @@ def gguf_tensors(model, kinds=()) -> dict:
     return found
 
 
-@pytest.fixture(scope="session")
-def small_gguf(tmp_path_factory) -> tuple[dict, dict]:
-    """Metadata and tensors of a llama of which most tests change something."""
+@functools.cache
+def parts_of_gguf() -> tuple[dict, dict]:
     model = hugging_face_model(259, **FAMILIES["gqa"], eos_token_id=258, bos_token_id=None)
     return gguf_metadata(model.config) | BYTES, gguf_tensors(model.half())
+
+
+@pytest.fixture
+def small_gguf() -> tuple[dict, dict]:
+    """Metadata and tensors of a llama of which most tests change something."""
+    return parts_of_gguf()
+
+
+def gguf_with(bad: bytes | dict):
+    """Put a GGUF file beside a checkpoint: this one, or the small one with these values in place of its
+    own, None to leave one out."""
+
+    def spoil(folder: Path) -> None:
+        file = folder / "a.gguf"
+        if isinstance(bad, bytes):
+            file.write_bytes(bad)
+            return
+        parts = [dict(part) for part in parts_of_gguf()]
+        for key, value in bad.items():
+            part = parts[key.endswith(".weight")]
+            part[key] = value
+            if value is None:
+                del part[key]
+        write_gguf(file, *parts)
+
+    return spoil
 
 
 def loader_of(model, format="held", ranks: Ranks = Ranks()) -> Loader:
@@ -1408,13 +1465,26 @@ def loaded(model, format="held", ranks: Ranks = Ranks()):
     return loader_of(model, format, ranks).load()
 
 
-def assert_two_ranks_have(model, layer, format="held") -> None:
-    """Each its share of every expert."""
-    parts = [loaded(model, format, Ranks(rank, 2)).layers[1] for rank in (0, 1)]
+def assert_reads_alike(model, monkeypatch, format="held"):
+    """Returns its weights. A few rows at a time, and several of these together, they are what they
+    are as a whole; and so are those of two ranks, each of which has its share of every expert."""
+    whole = loaded(model, format)
+    with monkeypatch.context() as few:
+        few.setattr(tensors, "AT_ONCE", 900)
+        few.setattr(reading, "TOGETHER", 9000)
+        pieces = loaded(model, format)
+        parts = [loaded(model, format, Ranks(rank, 2)).layers[1] for rank in (0, 1)]
+    for t in model_tensors(model.config):
+        stored = [tensor_in(weights, t) for weights in (whole, pieces)]
+        if isinstance(stored[0], Matrix):
+            stored = [matrix.dense() for matrix in stored]
+        assert torch.equal(*stored), t.name
+    layer = whole.layers[1]
     experts = max(1, model.config.n_experts)
     for name, count, axis in (("w2", experts, 2), ("w13", experts, 1), ("wo", 1, 2)):
         dense = [getattr(part, name).dense().unflatten(0, (count, -1)) for part in (*parts, layer)]
         assert torch.equal(torch.cat(dense[:2], axis), dense[2]), name
+    return whole
 
 
 def words(codes: torch.Tensor, bits: int = 4, order=None) -> torch.Tensor:

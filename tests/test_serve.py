@@ -303,7 +303,7 @@ def test_serve_comments_in_a_silent_stream(server, monkeypatch):
     """They keep proxies from ending it; an error after one is an event."""
     monkeypatch.setattr(serve, "SILENCE", 0.01)
 
-    async def bodies(kind, *parts: serve.Part) -> bytes:
+    async def bodies(kind, *parts: serve.Sent) -> bytes:
         client = serve.Client(0, kind, b'{"prompt": "a", "stream": true}')
 
         async def answer() -> None:
@@ -318,10 +318,10 @@ def test_serve_comments_in_a_silent_stream(server, monkeypatch):
         return b"".join(said)
 
     said = asyncio.run(
-        bodies(CompletionRequest, serve.Part(0, b"a", last=False), serve.Part(0, b"b"))
+        bodies(CompletionRequest, serve.Sent(0, b"a", last=False), serve.Sent(0, b"b"))
     )
     assert said.count(serve.COMMENT) > 2 and said.replace(serve.COMMENT, b"") == b"ab"
-    said = asyncio.run(bodies(CompletionRequest, serve.Part(0, b'{"error": 5}', 400)))
+    said = asyncio.run(bodies(CompletionRequest, serve.Sent(0, b'{"error": 5}', 400)))
     assert said.replace(serve.COMMENT, b"") == b'data: {"error":5}\n\n'
 
 
@@ -678,7 +678,7 @@ def test_serve_goes_on_after_an_error(tiny, monkeypatch, capfd):
     session = Session(tiny, dtype="fp32", device="cpu")
     fields = dict(prompt="Once upon a time", max_tokens=4, temperature=0, ignore_eos=True)
 
-    def answer(debug=False, **more) -> list[serve.Part]:
+    def answer(debug=False, **more) -> list[serve.Sent]:
         body = json.dumps(fields | more).encode()
         asked = [serve.Asked(7, CompletionRequest, body)]
         sent = []

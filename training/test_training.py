@@ -1,17 +1,20 @@
 """Tests of training/."""
 
 import itertools
+import json
 import re
+import shutil
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import bench
 import launch
-from tests.helpers import DEVICE, HERE, INF, NAN, SEED, nmse, randn
+from model import Config
+from tests.helpers import DEVICE, GREEDY, INF, NAN, SEED, TALES, nmse, randn
 from training import ops as training
+from training import profile_step, train
 
 # ---- ops.py
 
@@ -248,22 +251,26 @@ def test_cross_entropy_of_cut_rows(monkeypatch, guarded):
 # ---- train.py and profile_step.py
 
 
-@pytest.fixture
-def train(monkeypatch):
-    """training/train.py, which imports what is beside it."""
-    monkeypatch.syspath_prepend(HERE / "training")
-    import train
+SMALL = Config(
+    dim=128,
+    n_layers=2,
+    n_heads=2,
+    n_kv_heads=1,
+    head_dim=64,
+    hidden_dim=192,
+    vocab_size=300,
+    norm_eps=1e-5,
+    max_seq_len=16,
+    tie_embeddings=True,
+)
 
-    return train
 
-
-def test_training_with_either_table(train):
-    config = train.Config(vocab=300, dim=128, layers=2, kv_heads=1, hidden=192, context=16)
+def test_training_with_either_table():
     tokens = torch.randint(0, 300, (2, 17), device=DEVICE)
     found = []
     for ops in (training.reference, training.fused):
         torch.manual_seed(SEED)
-        model = train.Llama(config, ops).to(DEVICE)
+        model = train.Llama(SMALL, ops).to(DEVICE)
         loss = model.loss(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         gradients = {name: p.grad for name, p in model.named_parameters()}
@@ -272,9 +279,7 @@ def test_training_with_either_table(train):
         assert nmse(found[1][name], exact) < (1e-12 if name == "loss" else 1e-9), name
 
 
-def test_training_profile(train, monkeypatch, capsys):
-    import profile_step
-
+def test_training_profile(monkeypatch, capsys):
     x = torch.randn(6, 8, device=DEVICE)
     w = torch.randn(5, 8, device=DEVICE)
     one = torch.ones(6, 1, device=DEVICE)
@@ -293,46 +298,39 @@ def test_training_profile(train, monkeypatch, capsys):
     assert {name: counted.bytes[name] for name in expected} == expected
     monkeypatch.setattr(bench, "copy_ceiling", lambda device: 1e10)
     monkeypatch.setattr(bench, "product_ceiling", lambda device, dtype: 1e11)
-    shape = dict(vocab=300, teacher_dim=64, teacher_layers=1, context=16, batch=2)
-    train.profile(SimpleNamespace(**shape, seed=1, kernels="plain", device=DEVICE.type))
+    flags = f"train.py --profile --batch 2 --window 16 --kernels plain --device {DEVICE.type}"
+    monkeypatch.setattr(sys, "argv", flags.split())
+    train.main()
     out = capsys.readouterr().out
     parts = re.findall(r"^\| (embedding|forward|classifier|backward|optimiser) ", out, re.MULTILINE)
     assert len(set(parts)) == 5 and re.search(r"efficiency [\d.]+%", out) and "aten::mm" in out
 
 
-def test_joined_matrices_one_by_one(train):
-    config = train.Config(vocab=30, dim=128, layers=1, kv_heads=1, hidden=192, context=16)
-    state = train.Llama(config).state_dict()
-    apart = train.split(state, config)
-    assert apart["layers.0.self_attn.k_proj.weight"].shape == (64, 128)
-    assert "layers.0.mlp.up_proj.weight" in apart
-    for whole, parts in train.JOINED.items():
-        values = [apart.pop(f"layers.0.{part}.weight") for part in parts]
-        assert torch.equal(torch.cat(values), state.pop(f"layers.0.{whole}.weight"))
-    assert apart.keys() == state.keys()
-    assert all(torch.equal(apart[name], value) for name, value in state.items())
-    joined = torch.nn.Parameter(torch.randn(24, 8))
-    parts = [torch.nn.Parameter(part.clone()) for part in joined.detach().split((16, 8))]
-    joined.grad = torch.randn(24, 8)
-    for part, grad in zip(parts, joined.grad.split((16, 8))):
-        part.grad = grad.clone()
-    train.Muon([joined], [(16, 8)], 0.1, 0.1).step()
-    train.Muon(parts, [(16,), (8,)], 0.1, 0.1).step()
-    assert torch.allclose(joined, torch.cat(parts), atol=1e-6)
-
-
-def test_tales_train_makes_a_model_that_runs(train, tmp_path, cli, capfd, monkeypatch):
-    tale = "Once upon a time there was a fox who lived in a wood. He met a crow, and it sang.\n" * 6
-    text = f"The Fox and the Crow\n{tale}The King of the Wood\n{tale.replace('fox', 'king')}"
-    for part in ("train", "held_out"):
-        (tmp_path / part).mkdir()
-        (tmp_path / part / "book.txt").write_text(text)
-    flags = "--vocab 320 --dim 128 --layers 1 --context 64 --batch 2 --epochs 2 --device cpu"
-    flags += " --teachers 1 --teacher-dim 64 --teacher-layers 1 --teacher-epochs 1"
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", f"train.py --corpus . --out out {flags}".split())
+def test_a_trained_model_runs(tmp_path, cli, capfd, monkeypatch):
+    """It has learnt its text by heart, with the names and in the rows that it was saved with."""
+    like, out, book = tmp_path / "like", tmp_path / "out", tmp_path / "book.txt"
+    config = json.loads((TALES / "config.json").read_text())
+    config |= dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, head_dim=16)
+    shutil.copytree(TALES, like, ignore=shutil.ignore_patterns("*.safetensors", "*.md"))
+    (like / "config.json").write_text(json.dumps(config))
+    text = "The fox met a crow in the wood, and the crow sang to him of the moon.\n"
+    book.write_text(text * 20)
+    flags = f"--like {like} --steps 80 --batch 8 --window 48 --lr 0.02 --dropout 0 --device cpu"
+    command = ["train.py", str(book), "--out", str(out), *flags.split()]
+    monkeypatch.setattr(sys, "argv", command)
     train.main()
-    assert "bits per byte" in capfd.readouterr().out
-    flags = ("-m", tmp_path / "out", "-p", "Once", "-n", 8, "--dtype", "fp32", "--ignore-eos")
-    code, text, _ = cli(*flags)
-    assert code == 0 and text.startswith("Once") and len(text) > 8
+    assert float(capfd.readouterr().out.split()[0]) < 1, "bits per byte"
+    assert cli("-m", out, "-p", "The fox met", "-n", 40, *GREEDY)[1].startswith(text.strip())
+    qwen = tmp_path / "qwen"
+    shutil.copytree(like, qwen)
+    (qwen / "config.json").write_text(json.dumps(config | {"model_type": "qwen2"}))
+    refused = {
+        "out: File exists": (),
+        "longer than the context of 1024": ("--window", "2000"),
+        "too few for --window 1024": ("--window", "1024"),
+        "qwen is no Llama": ("--like", str(qwen)),
+    }
+    for error, flags in refused.items():
+        monkeypatch.setattr(sys, "argv", [*command, *flags])
+        with pytest.raises(SystemExit, match=error):
+            train.main()

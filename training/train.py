@@ -1,79 +1,42 @@
 #!/usr/bin/env python3
-"""Train the embedded model: text files in, a Llama 2 folder in Hugging Face's layout out.
+"""Train a Llama from scratch on a text file, with the shape and the tokenizer of a folder that is there.
 
-    python training/train.py --corpus DIR --out DIR        # DIR: train/*.txt, held_out/*.txt
+    python training/train.py book.txt --out DIR        # then: python run.py -m DIR
 
-A corpus of 21 MB is tiny for a language model: anything big enough to learn it learns it by heart.
-So the recipe is mostly about preventing that. It reads the books many times but never the same way
-twice (books.py: sub-word dropout, new requests; here: new windows), trains two larger teachers that
-can afford dropout, and has the small model that is shipped imitate their averaged predictions: a
-distribution over the next token says more than the one token that occurred. The model is defined
-anew here: the inference program updates a cache in place, and gradients cannot flow through that.
-"""
+The model is defined anew here, since the inference program updates a cache in place, and gradients
+cannot flow through that."""
 
 import argparse
-import json
 import math
-import multiprocessing
-import random
 import sys
-import tempfile
-import time
-from bisect import bisect
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
-from itertools import repeat
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
-import safetensors.torch
-import sentencepiece as spm
 import torch
 import torch.nn.functional as F
-from books import BOS, EOS, UNK, Data, epochs, sections, train_tokenizer
-from torch import nn
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from loading.hugging_face import HuggingFaceFolder
+from loading.layouts import Files
+from model import Config
+from talk.cli import error_line, note, read_input
+from tokenizer import Tokenizer
 from training.ops import fused, reference
+from training.profile_step import report
 
 # ---- the model: Llama 2, named as Hugging Face names it
-
-
-@dataclass
-class Config:
-    vocab: int
-    dim: int
-    layers: int
-    kv_heads: int
-    hidden: int
-    context: int
-    head_dim: int = 64
-    eps: float = 1e-5
-    theta: float = 10000.0
-
-    def rows(self, name):
-        """The rows of each matrix that a parameter joins."""
-        kv = self.kv_heads * self.head_dim
-        if name.endswith("qkv_proj"):
-            return (self.dim, kv, kv)
-        return (self.hidden, self.hidden)
-
-
-# Matrices that multiply the same input are one matrix here, and several in the checkpoint
-JOINED = {
-    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-}
 
 
 class Attention(nn.Module):
     def __init__(self, c, ops):
         super().__init__()
         self.ops = ops
-        self.heads = (c.dim // c.head_dim, c.kv_heads)
-        self.qkv_proj = nn.Linear(c.dim, sum(c.rows("self_attn.qkv_proj")), bias=False)
-        self.o_proj = nn.Linear(c.dim, c.dim, bias=False)
+        self.heads = (c.n_heads, c.n_kv_heads)
+        self.qkv_proj = nn.Linear(c.dim, c.q_dim + 2 * c.kv_dim, bias=False)
+        self.o_proj = nn.Linear(c.q_dim, c.dim, bias=False)
 
     def forward(self, x, cos, sin):
         q, k, v = (
@@ -89,8 +52,8 @@ class MLP(nn.Module):
     def __init__(self, c, ops):
         super().__init__()
         self.ops = ops
-        self.gate_up_proj = nn.Linear(c.dim, 2 * c.hidden, bias=False)
-        self.down_proj = nn.Linear(c.hidden, c.dim, bias=False)
+        self.gate_up_proj = nn.Linear(c.dim, 2 * c.hidden_dim, bias=False)
+        self.down_proj = nn.Linear(c.hidden_dim, c.dim, bias=False)
 
     def forward(self, x):
         return self.down_proj(self.ops.swiglu(self.gate_up_proj(x)))
@@ -104,7 +67,7 @@ class Block(nn.Module):
     def __init__(self, c, dropout, ops):
         super().__init__()
         self.ops = ops
-        self.eps = c.eps
+        self.eps = c.norm_eps
         self.dropout = dropout
         self.self_attn = Attention(c, ops)
         self.mlp = MLP(c, ops)
@@ -124,20 +87,19 @@ class Llama(nn.Module):
         super().__init__()
         self.config = c
         self.ops = ops
-        self.embed_tokens = nn.Embedding(c.vocab, c.dim)
-        self.layers = nn.ModuleList(Block(c, dropout, ops) for _ in range(c.layers))
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.dim)
+        self.layers = nn.ModuleList(Block(c, dropout, ops) for _ in range(c.n_layers))
         self.norm = nn.RMSNorm(c.dim)
         self.dropout = nn.Dropout(dropout)
-        angles = torch.outer(
-            torch.arange(c.context), c.theta ** -(torch.arange(0, c.head_dim, 2) / c.head_dim)
-        )
+        frequencies = c.rope_theta ** -(torch.arange(0, c.head_dim, 2) / c.head_dim)
+        angles = torch.outer(torch.arange(c.max_seq_len), frequencies)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
         for name, p in self.named_parameters():
             # The last matrix of each branch starts smaller, since the layers' outputs add up
             std = 0.02
             if name.endswith(("o_proj.weight", "down_proj.weight")):
-                std = 0.02 / math.sqrt(2 * c.layers)
+                std = 0.02 / math.sqrt(2 * c.n_layers)
             if p.ndim == 2:
                 nn.init.normal_(p, std=std)
 
@@ -152,7 +114,7 @@ class Llama(nn.Module):
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         norms = [*(block.input_layernorm.weight for block in self.layers), self.norm.weight]
-        x, h = self.ops.rmsnorm(x, None, norms[0], self.config.eps, dtype)
+        x, h = self.ops.rmsnorm(x, None, norms[0], self.config.norm_eps, dtype)
         for block, norm in zip(self.layers, norms[1:]):
             x, h = block(x, h, self.cos, self.sin, norm)
         return h
@@ -172,493 +134,188 @@ class Llama(nn.Module):
 
 KERNELS = {"fused": fused, "plain": reference}
 
-# ---------------------------------------------------------------- training
+# ---- training
 
-
-@dataclass
-class Plan:
-    """How a model is trained."""
-
-    epochs: int
-    lr: float
-    decay: float  # of the weights; the embedding's is a tenth of it
-    dropout: float
-    hide: float  # share of the input tokens that are hidden
-    respell: float  # mean probability that sub-word dropout leaves out a merge of the tokenizer
-
-
-TEACHER = Plan(epochs=12, lr=4e-3, decay=0.5, dropout=0.15, hide=0.05, respell=0.08)
-# the student's learning rate is high, which keeps it from learning by heart: without teachers 6e-3
-# clearly beat 3e-3
-STUDENT = Plan(epochs=18, lr=1e-2, decay=0.3, dropout=0.0, hide=0.0, respell=0.05)
-ALIGNED = 0.5  # probability that a document's beginning begins a window
 # The shares of the training in which the learning rate rises, and falls to zero
 WARMUP = 0.03
 FALL = 0.7
+HELD_OUT = 0.1  # the share of the text, at its end, that is not trained on
 
 
-class Muon(torch.optim.Optimizer):
-    """Momentum that is orthogonalised before it is applied, so that every direction of a weight
-    matrix learns at the same speed. Five Newton-Schulz steps (in bf16 on a GPU) do this, for all
-    matrices of one shape at once. The result is scaled to the size of an AdamW step, so that one
-    learning rate serves both. A parameter that joins several matrices is split into them, with
-    `rows` rows each."""
-
-    def __init__(self, params, rows, lr, weight_decay, momentum=0.95):
-        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
-        self.rows = dict(zip(params, rows))
-        for p in params:
-            self.state[p]["m"] = torch.zeros_like(p)
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            shapes = {}
-            for p in group["params"]:
-                for matrix in zip(
-                    *(t.split(self.rows[p]) for t in (p, p.grad, self.state[p]["m"]))
-                ):
-                    shapes.setdefault(matrix[0].shape, []).append(matrix)
-            for shape, matrices in shapes.items():
-                params, grads, moments = map(list, zip(*matrices))
-                torch._foreach_lerp_(moments, grads, 1 - group["momentum"])
-                # Nesterov
-                update = torch.stack(torch._foreach_lerp(grads, moments, group["momentum"]))
-                update = orthogonal(update) * (0.2 * math.sqrt(max(shape)) * group["lr"])
-                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_sub_(params, list(update.to(params[0].dtype)))
+def optimizer(model: Llama) -> torch.optim.AdamW:
+    """Only matrices decay."""
+    groups = [
+        dict(params=[p for p in model.parameters() if p.ndim == 2], weight_decay=0.1),
+        dict(params=[p for p in model.parameters() if p.ndim == 1], weight_decay=0.0),
+    ]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 
 
-def orthogonal(x):
-    """The matrices with all singular values brought close to 1, by Newton-Schulz steps; the factors
-    are Muon's own."""
-    tall = x.shape[-2] > x.shape[-1]
-    if x.is_cuda:
-        x = x.bfloat16()
-    if tall:
-        x = x.mT
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(5):
-        a = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
-    return x.mT if tall else x
+def update(model: Llama, optim: torch.optim.AdamW, lr: float) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for group in optim.param_groups:
+        group["lr"] = lr
+    optim.step()
+    optim.zero_grad()
 
 
-def optimizers(model, plan):
-    """Muon for the matrices, AdamW for the embedding and the norms."""
-    matrices = {
-        n.removesuffix(".weight"): p
-        for n, p in model.named_parameters()
-        if p.ndim == 2 and "embed" not in n
-    }
-    rows = []
-    for n, p in matrices.items():
-        rows.append(model.config.rows(n) if n.endswith(tuple(JOINED)) else (len(p),))
-    embedding = dict(params=[model.embed_tokens.weight], weight_decay=0.1 * plan.decay)
-    norms = dict(params=[p for p in model.parameters() if p.ndim == 1], weight_decay=0.0)
-    # On a GPU the rate is on the device, and the step is part of a CUDA graph
-    gpu = model.embed_tokens.weight.is_cuda
-    lr = torch.tensor(plan.lr, device=model.embed_tokens.weight.device) if gpu else plan.lr
-    adamw = torch.optim.AdamW(
-        [embedding, norms], lr=lr, betas=(0.9, 0.95), eps=1e-10, fused=gpu, capturable=gpu
-    )
-    return [adamw, Muon(list(matrices.values()), rows, lr=plan.lr, weight_decay=plan.decay)]
-
-
-def imitation(logits, guides, y):
-    """What to minimise when there are teachers, the cross-entropy with the mean of their
-    predictions; and, for the report, the cross-entropy with the actual next token."""
-    logits = logits.float()
-    soft = sum(guide.float().softmax(-1) for guide in guides) / len(guides)
-    return -(soft * logits.log_softmax(-1)).sum(-1).mean(), F.cross_entropy(
-        logits.flatten(0, 1), y.flatten()
-    )
-
-
-def windows(size, heads, length, rng):
-    """Where the windows of an epoch begin. A model that has only seen windows cut anywhere takes
-    what follows the first <s> for the middle of a text, and does not recognise a prompt as a
-    beginning; so half of the documents begin a window."""
-    starts = []
-    at = rng.randrange(length)
-    while at + length <= size:
-        starts.append(at)
-        head = heads[min(bisect(heads, at), len(heads) - 1)]
-        if at < head < at + length and rng.random() < ALIGNED:
-            at = head
-        else:
-            at += length
-    return rng.sample(starts, len(starts))
-
-
-def grouped(epoch, args, device, rng):
-    """An epoch's tokens, and where its windows begin, with a row for each step."""
-    stream, heads = epoch
-    starts = windows(len(stream), heads, args.context, rng)
-    if not starts:
-        sys.exit(
-            f"train.py: the books hold {len(stream)} tokens, too few for --context {args.context}"
-        )
-    batch = min(args.batch, len(starts))
-    groups = torch.tensor(starts[: len(starts) // batch * batch], device=device).view(-1, batch)
-    return torch.from_numpy(stream.astype(np.int64)).to(device), groups
-
-
-def pick(tokens, starts, length):
-    """Inputs and targets of some windows. Each input begins with <s>, as it does in inference."""
-    y = tokens[starts[:, None] + torch.arange(length, device=tokens.device)]
-    return torch.cat((torch.full_like(y[:, :1], BOS), y[:, :-1]), 1), y
-
-
-def compile_plain(model):
-    """Compile a plain torch model block by block, since all its blocks share one compilation. Fused
-    ops stay as they are."""
-    if model.ops is reference:
-        for block in model.layers:
-            block.compile(dynamic=False)
-        model.ops = SimpleNamespace(**vars(reference))
-        model.ops.linear_cross_entropy = torch.compile(
-            reference.linear_cross_entropy, dynamic=False
-        )
-
-
-def rate(progress):
+def rate(progress: float) -> float:
     """The learning rate's factor: it rises, stays level, and falls to zero."""
     return min(1, (progress + 1e-3) / WARMUP, (1 - progress) / FALL)
 
 
-def update(model, optims, lr):
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for optim in optims:
-        for group in optim.param_groups:
-            group["lr"] = lr
-        optim.step()
-        optim.zero_grad()
+def mixed(device: torch.device) -> torch.autocast:
+    """On a GPU products are in bf16."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
-class Graph:
-    """A function of tensors as a CUDA graph, since Python takes longer to launch the kernels of a
-    step than they take to run. The first calls are not captured, since in them libraries allocate
-    their workspaces and kernels are compiled."""
-
-    def __init__(self, function, warmup=3):
-        self.function = function
-        self.warmup = warmup
-        self.graph = None
-        self.stream = torch.cuda.Stream()
-
-    def __call__(self, *inputs):
-        if self.warmup or self.graph and inputs[0].shape != self.inputs[0].shape:
-            self.warmup = max(0, self.warmup - 1)
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                output = self.function(*inputs)
-            torch.cuda.current_stream().wait_stream(self.stream)
-            return output
-        if self.graph is None:
-            self.inputs = [x.clone() for x in inputs]
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self.output = self.function(*self.inputs)
-        for mine, given in zip(self.inputs, inputs):
-            mine.copy_(given)
-        self.graph.replay()
-        return self.output
+def pick(tokens: Tensor, starts: Tensor, length: int, bos: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of some windows. Each input begins with bos, as it does in inference."""
+    y = tokens[starts[:, None] + torch.arange(length, device=tokens.device)]
+    return torch.cat((torch.full_like(y[:, :1], bos), y[:, :-1]), 1), y
 
 
-def stepper(model, teachers, plan):
-    """A function of inputs, targets and the learning rate that makes one training step and returns
-    the cross-entropy."""
-    device = model.embed_tokens.weight.device.type
-    gpu = device == "cuda"
-    imitate = imitation
-    if gpu:
-        imitate = torch.compile(imitation, dynamic=False)
-    optims = optimizers(model, plan)
-
-    def step(x, y, lr):
-        with torch.autocast(device, torch.bfloat16, enabled=gpu):
-            with torch.no_grad():
-                guides = [teacher(x) for teacher in teachers]
-            if guides:
-                loss, hard = imitate(model(x), guides, y)
-            else:
-                loss = hard = model.loss(x, y)
+def fit(model: Llama, tokens: Tensor, bos: int, args: argparse.Namespace) -> None:
+    """Train the model in place, on windows that begin anywhere in the text."""
+    optim = optimizer(model)
+    losses = []
+    for step in range(args.steps):
+        starts = torch.randint(len(tokens) - args.window + 1, (args.batch,), device=tokens.device)
+        x, y = pick(tokens, starts, args.window, bos)
+        with mixed(tokens.device):
+            loss = model.loss(x, y)
         loss.backward()
-        update(model, optims, lr)
-        return hard.detach()
-
-    return Graph(step) if gpu else step
-
-
-def fit(name, model, teachers, plan, data, args, seed):
-    """Train the model in place and return it. Other processes tokenise the books while the GPU is
-    set up."""
-    began = time.time()
-    rng = random.Random(seed)
-    readings = epochs(data, plan, seed)
-    device = next(model.to(args.device).parameters()).device
-    gpu = args.device == "cuda"
-    if gpu:
-        for each in (model, *teachers):
-            compile_plain(each)
-    step = stepper(model, teachers, plan)
-    for epoch, reading in enumerate(readings):
-        tokens, groups = grouped(reading, args, device, rng)
-        losses = torch.zeros((), device=device)
-        for i, starts in enumerate(groups):
-            x, y = pick(tokens, starts, args.context)
-            if plan.hide:
-                x = torch.where(torch.rand(x.shape, device=device) < plan.hide, UNK, x)
-            lr = plan.lr * rate((epoch + i / len(groups)) / plan.epochs)
-            losses += step(x, y, torch.tensor(lr, device=device) if gpu else lr)
-        if (epoch + 1) % 4 == 0 or epoch + 1 == plan.epochs:
-            done = f"{name}, epoch {epoch + 1} of {plan.epochs}, {time.time() - began:.0f} s"
-            loss = losses / len(groups)
-            bits = evaluate(model, data)[0]
-            say(f"{done}: training loss {loss.item():.3f}, held out {bits:.4f} bits per byte")
-    return model.eval()
+        update(model, optim, args.lr * rate(step / args.steps))
+        losses.append(loss.detach())
+        if (step + 1) % 100 == 0 or step + 1 == args.steps:
+            mean = torch.stack(losses).mean().item()
+            note(f"step {step + 1} of {args.steps}: training loss {mean:.3f} nats a token")
+            losses.clear()
+    model.eval()
 
 
 @torch.no_grad()
-@torch.compiler.set_stance("force_eager")
-def evaluate(model, data):
-    """Bits per byte and perplexity per token of the held-out text: windows of 512 tokens without
-    overlap, each read afresh after <s>, so that a token is predicted from 256 others on average.
-    Every token counts once."""
-    was = model.training
-    device = next(model.parameters()).device
-    model.eval()
+def nats_of(model: Llama, tokens: Tensor, bos: int, window: int) -> float:
+    """The cross-entropy of a text, of windows without overlap. Every token counts once."""
     nats = 0.0
-    tokens = torch.tensor(data.judged, device=device)
-    for y in tokens.split(min(512, model.config.context)):
-        x = torch.cat((tokens.new_tensor([BOS]), y[:-1]))
-        nats += F.cross_entropy(model(x[None])[0].float(), y, reduction="sum").item()
-    model.train(was)
-    return nats / math.log(2) / data.n_bytes, math.exp(nats / len(tokens))
+    for part in tokens.split(window):
+        x, y = pick(part, torch.zeros(1, dtype=torch.int64, device=part.device), len(part), bos)
+        nats += model.loss(x, y).item() * len(part)
+    return nats
 
 
-def new_teacher(vocab, args):
-    shape = shaped(vocab, args.teacher_dim, args.teacher_layers, 1, args.context)
-    return Llama(shape, KERNELS[args.kernels], TEACHER.dropout)
+# ---- from a folder to a folder
 
 
-def teach(i, file, data, args):
-    """Train a teacher and save it: run in a process of its own, and on a GPU of its own if there
-    are enough."""
-    seed = args.seed + 1 + i
-    plan = replace(TEACHER, epochs=args.teacher_epochs)
-    torch.manual_seed(seed)
-    if args.device == "cuda":
-        torch.cuda.set_device(i % torch.cuda.device_count())
-    model = new_teacher(data.sp.vocab_size(), args)
-    torch.save(rounded(fit(f"teacher {i + 1}", model, [], plan, data, args, seed)), file)
-
-
-def taught(data, args):
-    """The teachers, trained side by side."""
-    teachers = [
-        new_teacher(data.sp.vocab_size(), args).eval().requires_grad_(False)
-        for _ in range(args.teachers)
-    ]
-    with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("spawn")  # a forked process could not use the GPU
-        files = [Path(folder, str(i)) for i in range(args.teachers)]
-        with ProcessPoolExecutor(max(1, args.teachers), context) as pool:
-            list(pool.map(teach, range(args.teachers), files, repeat(data), repeat(args)))
-        for teacher, file in zip(teachers, files):
-            teacher.load_state_dict(torch.load(file))
-    return [teacher.to(args.device) for teacher in teachers]
-
-
-# ---------------------------------------------------------------- the folder
-
-# Llama 2's template, which gives what Meta's code builds
-CHAT_TEMPLATE = r"""
-{% if messages[0]['role'] == 'system' %}{% set system = '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}
-{% set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}{% for message in messages %}
-{% if message['role'] == 'user' %}
-{{ bos_token + '[INST] ' + (system if loop.first else '') + message['content'].strip() + ' [/INST]' }}
-{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}
-""".replace("\n", "")
-
-
-def shaped(vocab, dim, layers, sharing, context):
-    """The config of a model with Llama 2's proportions; `sharing` query heads share one key/value
-    head."""
-    return Config(vocab, dim, layers, dim // 64 // sharing, dim * 11 // 4 // 64 * 64, context)
-
-
-def rounded(model):
-    """A model's state in fp16, as it is saved."""
-    return {name: value.half().cpu() for name, value in model.state_dict().items()}
-
-
-def save(model, folder):
-    """Write everything but tokenizer.model."""
-    c = model.config
-    state = {f"model.{name}": value for name, value in split(rounded(model), c).items()}
-    config = dict(
-        architectures=["LlamaForCausalLM"],
-        model_type="llama",
-        hidden_size=c.dim,
-        intermediate_size=c.hidden,
-        num_hidden_layers=c.layers,
-        num_attention_heads=c.dim // c.head_dim,
-        num_key_value_heads=c.kv_heads,
+def config_of(like: HuggingFaceFolder, window: int) -> Config:
+    """The configuration of a folder. Raises ValueError if Llama above is not such a model, or has a
+    shorter context than the windows of its training."""
+    c = like.config()
+    plain = Config(
+        dim=c.dim,
+        n_layers=c.n_layers,
+        n_heads=c.n_heads,
+        n_kv_heads=c.n_kv_heads,
         head_dim=c.head_dim,
-        vocab_size=c.vocab,
-        max_position_embeddings=c.context,
-        rope_theta=c.theta,
-        rms_norm_eps=c.eps,
-        hidden_act="silu",
-        tie_word_embeddings=True,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-        torch_dtype="float16",
+        hidden_dim=c.hidden_dim,
+        vocab_size=c.vocab_size,
+        norm_eps=c.norm_eps,
+        rope_theta=c.rope_theta,
+        max_seq_len=c.max_seq_len,
+        tie_embeddings=True,
     )
-    tokenizer = dict(
-        tokenizer_class="LlamaTokenizer",
-        add_bos_token=True,
-        add_eos_token=False,
-        legacy=True,
-        model_max_length=c.context,
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        chat_template=CHAT_TEMPLATE,
-    )
-    # Without a penalty the model repeats itself
-    generation = dict(bos_token_id=BOS, eos_token_id=EOS, repetition_penalty=1.1)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "model.safetensors").write_bytes(
-        safetensors.torch.save(state, metadata={"format": "pt"})
-    )
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=2) + "\n")
+    is_llama = like.config_json.get("model_type") == "llama"
+    if not is_llama or replace(c, dtype=None, bos_id=None, eos_ids=()) != plain:
+        raise ValueError(f"{like.path} is no Llama with tied embeddings: give another as --like")
+    if window > c.max_seq_len:
+        raise ValueError(f"--window {window} is longer than the context of {c.max_seq_len} tokens")
+    return c
 
 
-def split(state, config):
-    """The state with joined matrices split into those of the checkpoint."""
-    parts = {}
+def apart(state: dict[str, Tensor], c: Config) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, which has several matrices where Llama has a joint one."""
+    joint = {
+        "qkv_proj": {"q_proj": c.q_dim, "k_proj": c.kv_dim, "v_proj": c.kv_dim},
+        "gate_up_proj": {"gate_proj": c.hidden_dim, "up_proj": c.hidden_dim},
+    }
+    tensors = {}
     for name, value in state.items():
-        joined = next((j for j in JOINED if j in name), None)
-        if joined:
-            values = value.split(config.rows(joined))
-            parts |= {name.replace(joined, part): v for part, v in zip(JOINED[joined], values)}
-        else:
-            parts[name] = value
-    return parts
+        whole = name.split(".")[-2]
+        parts = joint.get(whole, {whole: len(value)})
+        for part, rows in zip(parts, value.split([*parts.values()])):
+            tensors["model." + name.replace(whole, part)] = rows
+    return tensors
 
 
-# ---------------------------------------------------------------- the command
+def save(model: Llama, like: HuggingFaceFolder, out: Path) -> None:
+    """Write the model with the other folder's configuration and tokenizer."""
+    for name, content in like.small_files().items():
+        (out / name).write_bytes(content)
+    dtype = model.config.dtype or torch.float16
+    tensors = apart(model.state_dict(), model.config)
+    stored = {name: value.to("cpu", dtype).contiguous() for name, value in tensors.items()}
+    save_file(stored, out / "model.safetensors", {"format": "pt"})
 
 
-def say(text):
-    print(text, file=sys.stderr, flush=True)
+# ---- the command
 
 
-def arguments():
+def arguments() -> argparse.Namespace:
     p = argparse.ArgumentParser(
-        description="Train the model.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description="Train a Llama from scratch on a text file.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = p.add_argument
+    add("text", nargs="?", help="file of text in UTF-8")
+    add("--out", type=Path, help="new folder to write the model to")
     add(
-        "--corpus",
+        "--like",
         type=Path,
-        help="folder with train/*.txt and held_out/*.txt, one paragraph per line",
+        default=Path(__file__).resolve().parents[1] / "models" / "tales",
+        help="folder of a Llama with tied embeddings: shape, tokenizer and settings are taken from it",
     )
-    add("--out", type=Path, help="folder to write the model to")
     add(
         "--profile",
         action="store_true",
-        help="only profile one step of a teacher on random tokens, kernel by kernel",
+        help="only profile one step on random tokens, kernel by kernel",
     )
+    add("--seed", type=int, default=1, help="of the weights and of what is read when")
+    gpu = torch.cuda.is_available()
     add(
-        "--seed",
-        type=int,
-        default=1,
-        help="of the weights, the requests and the order of the books",
+        "--device", choices=("cuda", "cpu"), default="cuda" if gpu else "cpu", help="where to train"
     )
-    add(
-        "--device",
-        choices=("cuda", "cpu"),
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="where to train",
-    )
-    add(
-        "--kernels",
-        choices=tuple(KERNELS),
-        help="Triton kernels, or plain torch, compiled on a GPU; the default follows --device",
-    )
-    add("--vocab", type=int, default=4096, help="size of the tokenizer")
-    add(
-        "--dim",
-        type=int,
-        default=256,
-        help="width, a multiple of 128: two heads of 64 share a key head",
-    )
-    add("--layers", type=int, default=9, help="depth")
-    add("--context", type=int, default=1024, help="tokens per window")
+    add("--kernels", choices=tuple(KERNELS), help="Triton's or plain torch's; follows --device")
+    add("--steps", type=int, default=1000, help="how many")
     add("--batch", type=int, default=32, help="windows per step")
-    add("--epochs", type=int, default=STUDENT.epochs, help="passes over the books")
-    add("--teachers", type=int, default=2, help="larger models to train first and to imitate")
-    add("--teacher-dim", type=int, default=512, help="their width, a multiple of 64")
-    add("--teacher-layers", type=int, default=8, help="their depth")
-    add("--teacher-epochs", type=int, default=TEACHER.epochs, help="their passes over the books")
+    add("--window", type=int, default=512, help="tokens per window")
+    add("--lr", type=float, default=3e-3, help="learning rate: it rises first, and falls to zero")
+    add("--dropout", type=float, default=0.1, help="share of what layers add that is left out")
     args = p.parse_args()
+    if not args.profile and not (args.text and args.out):
+        p.error("give a text file and --out, or --profile alone")
     if args.kernels is None:
         args.kernels = "fused" if args.device == "cuda" else "plain"
-    if not args.profile and not (args.corpus and args.out):
-        p.error("give --corpus and --out, or --profile alone")
-    if args.dim % 128 or args.teacher_dim % 64:
-        p.error("--dim must be a multiple of 128 and --teacher-dim one of 64")
     return args
 
 
-def read(folder):
-    """The books of a folder."""
-    files = sorted(folder.glob("*.txt"))
-    if not files:
-        wanted = "--corpus wants a folder with train/*.txt and held_out/*.txt"
-        sys.exit(f"train.py: no *.txt in {folder}: {wanted}")
-    return [f.read_text(encoding="utf-8") for f in files]
-
-
-def prepare(args):
-    """Read the books, and train the tokenizer on them."""
-    books = [s for text in read(args.corpus / "train") for s in sections(text)]
-    held_out = "".join(read(args.corpus / "held_out"))
-    path = args.out / "tokenizer.model"
-    args.out.mkdir(parents=True, exist_ok=True)
-    try:
-        train_tokenizer(books, path, args.vocab)
-    except RuntimeError as error:
-        sys.exit(f"train.py: SentencePiece rejects --vocab {args.vocab}: {error}")
-    sp = spm.SentencePieceProcessor(model_file=str(path))
-    tales = sum(s.is_tale for s in books)
-    say(f"{len(books)} sections, {tales} of them tales; {sp.vocab_size()} tokens; {args.device}")
-    return Data(books, sp, sp.encode(held_out), len(held_out.encode()))
-
-
-def profile(args):
-    """Print what one step of a teacher costs."""
-    from profile_step import report
-
+def new_model(c: Config, args: argparse.Namespace) -> Llama:
     torch.manual_seed(args.seed)
-    model = new_teacher(args.vocab, args).to(args.device)
-    tokens = torch.randint(args.vocab, (args.batch, args.context + 1), device=args.device)
+    return Llama(c, KERNELS[args.kernels], args.dropout).to(args.device)
+
+
+def profile(args: argparse.Namespace) -> None:
+    """Print what a step costs."""
+    model = new_model(config_of(HuggingFaceFolder(Files(args.like)), args.window), args)
+    device = torch.device(args.device)
+    tokens = torch.randint(model.config.vocab_size, (args.batch, args.window + 1), device=device)
     x = tokens[:, :-1].contiguous()
     y = tokens[:, 1:].contiguous()
-    optims = optimizers(model, TEACHER)
-    gpu = args.device == "cuda"
-    lr = torch.tensor(TEACHER.lr, device=args.device) if gpu else TEACHER.lr
+    optim = optimizer(model)
     state = {}
 
     def within(function):
         def part():
-            with torch.autocast(args.device, torch.bfloat16, enabled=gpu):
+            with mixed(device):
                 function()
 
         return part
@@ -668,31 +325,41 @@ def profile(args):
         "forward": within(lambda: state.update(h=model.hidden(state.pop("x")))),
         "classifier": within(lambda: state.update(loss=model.classify(state.pop("h"), y))),
         "backward": lambda: state.pop("loss").backward(),
-        "optimiser": lambda: update(model, optims, lr),
+        "optimiser": lambda: update(model, optim, args.lr),
     }
     count = sum(p.numel() for p in model.parameters())
     print(f"{count} parameters, {x.numel()} tokens, {args.kernels} kernels\n")
-    report(parts, torch.device(args.device))
+    report(parts, device)
 
 
-def main():
-    args = arguments()
-    began = time.time()
-    if args.profile:
-        return profile(args)
-    data = prepare(args)
-    teachers = taught(data, args)
-    plan = replace(STUDENT, epochs=args.epochs)
-    torch.manual_seed(args.seed)
-    shape = shaped(data.sp.vocab_size(), args.dim, args.layers, 2, args.context)
-    model = Llama(shape, KERNELS[args.kernels], plan.dropout)
-    save(fit("student", model, teachers, plan, data, args, args.seed), args.out)
-    model.load_state_dict(rounded(model))  # what is judged is what was saved
-    bits, perplexity = evaluate(model, data)
-    print(
-        f"{sum(p.numel() for p in model.parameters())} parameters, held out: {bits:.4f} bits per byte, "
-        f"perplexity {perplexity:.2f} per token, {time.time() - began:.0f} s in all"
+def train(args: argparse.Namespace) -> None:
+    like = HuggingFaceFolder(Files(args.like))
+    c = config_of(like, args.window)
+    tokenizer = Tokenizer(like.tokenizer_files(), c.vocab_size, c.bos_id)
+    text = read_input(args.text)
+    known = text[: int(len(text) * (1 - HELD_OUT))]
+    unknown = text[len(known) :]
+    tokens, judged = (
+        torch.tensor(tokenizer.encode(part, bos=False), device=args.device)
+        for part in (known, unknown)
     )
+    if len(tokens) < args.window or not len(judged):
+        raise ValueError(f"{args.text}: {len(tokens)} tokens, too few for --window {args.window}")
+    args.out.mkdir(parents=True)
+    model = new_model(c, args)
+    fit(model, tokens, tokenizer.bos, args)
+    save(model, like, args.out)
+    bits = nats_of(model, judged, tokenizer.bos, args.window) / math.log(2)
+    share = f"the last {HELD_OUT:.0%} of the text, which were not read"
+    print(f"{bits / len(unknown.encode()):.3f} bits per byte of {share}")
+
+
+def main() -> None:
+    args = arguments()
+    try:
+        profile(args) if args.profile else train(args)
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error_line(error)}")
 
 
 if __name__ == "__main__":
