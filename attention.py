@@ -37,6 +37,7 @@ from launch import (
     rows_of_program,
     saturated,
     segment_of,
+    split_of,
     tl,
     triton,
 )
@@ -426,16 +427,17 @@ def _single_attention_kernel(
     needs 16 rows: each of the BLOCK_N positions read at a time has a running softmax of its own,
     and these are merged at the end."""
     gdc_launch_dependents(PDL)
-    segment, heads, positions = begin_split(
-        segments, k_cache, v_cache, P, T, D, 1, 1, SPLITS, BLOCK_N, LEAST
-    )
-    group, begin, _, _ = segment
-    head, _, k_head, v_head = heads
-    start_pos, used, split, start, end = positions
+    head, split, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    group = segment * H + head
+    first, start_pos, begin, _, _ = segment_of(segments, segment, False, T)
     offs_d = tl.arange(0, BLOCK_D)
     offs_n = tl.arange(0, BLOCK_N)
+    offs_head = (head.to(tl.int64) * P + first) * D
+    k_head = k_cache + offs_head
+    v_head = v_cache + offs_head
     offs_q = (begin * H + head) * D + offs_d
     # Before the wait: the part of the first block that earlier passes have stored
+    used, start, end = split_of(start_pos + 1, split, SPLITS, BLOCK_N, LEAST)
     if split < used:
         mask_old = start + offs_n < tl.minimum(end, start_pos)
         mask_new = start + offs_n == start_pos

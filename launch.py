@@ -296,6 +296,14 @@ def segment_of(segments, index, last, T):
 
 
 @jit
+def split_of(length, split, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr):
+    """Divide `length` positions into splits. Returns how many there are, and where this one begins
+    and ends."""
+    size = tl.where(length <= LEAST, LEAST, tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_N) * BLOCK_N)
+    return tl.cdiv(length, size), split * size, tl.minimum(split * size + size, length)
+
+
+@jit
 def begin_split(
     segments, k_cache, v_cache, P, T, D: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr,
@@ -310,13 +318,11 @@ def begin_split(
     last = segment == tl.num_programs(2) - 1
     first, start_pos, begin, count, written = segment_of(segments, segment, last, T)
     offs_head = (head.to(tl.int64) * P + first) * D
-    length = start_pos + count
-    size = tl.where(length <= LEAST, LEAST, tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_N) * BLOCK_N)
-    end = tl.minimum(split * size + size, length)
+    used, start, end = split_of(start_pos + count, split, SPLITS, BLOCK_N, LEAST)
     return (
         (group, begin, count, written),
         (head, top, k_cache + offs_head, v_cache + offs_head),
-        (start_pos, tl.cdiv(length, size), split, split * size, end),
+        (start_pos, used, split, start, end),
     )
 
 
