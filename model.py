@@ -45,6 +45,7 @@ class Config:
     # they are
     rope_factors: tuple[float, ...] = ()
     rope_gain: float = 1.0  # what q and k are multiplied by, for a longer context
+    nope_layers: tuple[int, ...] = ()  # those without RoPE, neither divisors nor gain
     max_seq_len: int = 4096
     # How many positions back a token sees. Not implemented, so the context must not be longer
     sliding_window: int | None = None
@@ -258,16 +259,22 @@ class Llama:
         return torch.int8 if self.kv_fp8 else self.dtype
 
 
-def rope_table(config: Config, length: int) -> Tensor:
-    """[length, D/2, 2] float32: cosine and sine of position * theta^(-2i/D), divided and scaled as
-    the config says."""
+def rope_tables(config: Config, length: int, device: torch.device) -> tuple[Tensor, ...]:
+    """For each layer [length, D/2, 2] float32: cosine and sine of position * theta^(-2i/D), divided and
+    scaled as the config says; 1 and 0 in layers without RoPE. Layers share two tables at most."""
     freqs = config.rope_theta ** -(
         torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     )
     if config.rope_factors:
         freqs = freqs / torch.tensor(config.rope_factors, dtype=torch.float64)
     angles = torch.outer(torch.arange(length, dtype=torch.float64), freqs)
-    return config.rope_gain * torch.stack((angles.cos(), angles.sin()), -1).float()
+    rotate = config.rope_gain * torch.stack((angles.cos(), angles.sin()), -1).float().to(device)
+    keep = rotate
+    if config.nope_layers:
+        keep = torch.zeros_like(rotate)
+        keep[..., 0] = 1
+    layers = range(config.n_layers)
+    return tuple(keep if layer in config.nope_layers else rotate for layer in layers)
 
 
 def not_finite(model: Llama) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from launch import Scratch, captured
-from model import Llama, rope_table
+from model import Llama, rope_tables
 from products import MAX_FEW
 from sampling import Sampler, Sampling, Switches, mask_without
 
@@ -63,7 +63,7 @@ class Cache:
         shape = (c.n_layers, c.n_kv_heads, places, c.head_dim)
         self.keys = torch.zeros(shape, dtype=model.kv_dtype, device=device)
         self.values = torch.zeros(shape, dtype=model.kv_dtype, device=device)
-        self.rope = rope_table(c, self.run).to(device)  # [positions, D/2, 2]
+        self.rope = rope_tables(c, self.run, device)
         # The token at each place; what was sampled is there once more for the host
         self.tokens = torch.zeros(places, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"

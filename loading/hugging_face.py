@@ -313,6 +313,7 @@ def config_of(f: Fields, generation: Fields, notes: list[str]) -> Config:
         rope_theta=rope.theta,
         rope_factors=rope.factors,
         rope_gain=rope.gain,
+        nope_layers=nope_layers_of(f) if family.nope else (),
         max_seq_len=max_seq_len,
         sliding_window=window,
         tie_embeddings=bool(f.get("tie_word_embeddings", False)),
@@ -327,6 +328,24 @@ def config_of(f: Fields, generation: Fields, notes: list[str]) -> Config:
         bos_id=next(iter(bos_ids), None),
         eos_ids=tuple(dict.fromkeys(eos_ids)),
     )
+
+
+def nope_layers_of(f: Fields) -> tuple[int, ...]:
+    """The layers without RoPE: no_rope_layers has a 0 for each; without it, which GGUF files always
+    are, they are at an interval. Raises ValueError."""
+    count = f.number("num_hidden_layers", 1, 1024)
+    interval = f.number("no_rope_layer_interval", 1, 1024, 4)
+    rotated = f.get("no_rope_layers")
+    if rotated is None:
+        rotated = [int((layer + 1) % interval > 0) for layer in range(count)]
+    if (
+        not isinstance(rotated, list)
+        or len(rotated) < count
+        or any(x not in (0, 1) for x in rotated)
+    ):
+        wanted = f"it must be a list with 0 or 1 for each of {count} layers"
+        raise ValueError(f"{f.file}: no_rope_layers is {rotated!r}; {wanted}")
+    return tuple(layer for layer in range(count) if not rotated[layer])
 
 
 def factors_of(f: Fields, eps: float, head_dim: int) -> tuple[dict[str, float], float, float]:

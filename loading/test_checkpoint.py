@@ -36,7 +36,7 @@ from tests.helpers import (
     # for Triton's kernels, the others are as the model of most tests
     ("qwen 2.5", None, "triton"), ("qwen 3", None, "triton"), ("qwen 3 moe", None, "triton"),
     ("mixtral", "e4m3", "torch"), ("qwen 3 moe", "int4", "torch"), ("granite code", None, "triton"),
-    ("granite code", "e4m3", "torch"), ("granite code", "int4", "torch"),
+    ("granite code", "e4m3", "torch"), ("granite code", "int4", "torch"), ("smollm 3", None, "triton"),
 ])  # fmt: skip
 def test_families_equal_transformers(tmp_path, family, fp8, backend, monkeypatch):
     """Logits of a prompt, whole and in parts, and greedy tokens after one that is evaluated in

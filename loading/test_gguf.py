@@ -18,7 +18,7 @@ from bits import others
 from dev.checkpoints import sentencepiece_metadata, write_gguf
 from formats import Matrix
 from fp8 import E4M3
-from loading import checkpoint, quantised
+from loading import checkpoint, families, quantised
 from loading import gguf as ggml
 from loading import tensors as tensors_module
 from loading.checkpoint import load, open_tokenizer, read_config, save
@@ -236,16 +236,16 @@ def test_gguf_models_equal_transformers(tmp_path, cli, family, monkeypatch):
         assert_refused(cli("-m", file, "-p", "a"), few)
 
 
-@pytest.mark.parametrize("family", ["phi 4", "granite 3", "seed-oss"])
+@pytest.mark.parametrize("family", ["phi 4", "granite 3", "seed-oss", "smollm 3"])
 def test_gguf_of_families_that_transformers_does_not_read(tmp_path, family):
     """As llama.cpp's converter writes them, in blocks of eight bits; by ranks, and saved."""
     theirs = hugging_face_model(
         259, **FAMILIES[family] | dict(intermediate_size=128, eos_token_id=258, head_dim=32)
     )
-    numbers = {
-        "q_proj": theirs.config.num_attention_heads,
-        "k_proj": theirs.config.num_key_value_heads,
-    }
+    in_pairs = {}
+    if families.FAMILIES[theirs.config.model_type].in_pairs:
+        in_pairs["q_proj"] = theirs.config.num_attention_heads
+        in_pairs["k_proj"] = theirs.config.num_key_value_heads
     q8_0 = gguf.GGMLQuantizationType.Q8_0
     tensors = gguf_tensors(theirs)
     names = gguf.get_tensor_name_map(
@@ -256,8 +256,9 @@ def test_gguf_of_families_that_transformers_does_not_read(tmp_path, family):
         if value.dim() == 2:
             raw = torch.from_numpy(gguf.quants.quantize(value.detach().numpy(), q8_0))
             value.data.copy_(dequantised(int(q8_0), raw))
-            if family == "granite 3" and name.split(".")[-2] in numbers:
-                heads = raw.unflatten(0, (numbers[name.split(".")[-2]], 2, -1))
+            heads = in_pairs.get(name.split(".")[-2])
+            if heads:
+                heads = raw.unflatten(0, (heads, 2, -1))
                 raw = heads.transpose(1, 2).flatten(0, 2).contiguous()
             tensors[names.get_name(name, (".weight",))] = (int(q8_0), raw)
     file = write_gguf(tmp_path / "a.gguf", gguf_metadata(theirs.config) | BYTES, tensors)

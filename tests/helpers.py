@@ -162,6 +162,11 @@ FAMILIES = {  # what each adds to Llama 2, as its config.json has it, but small
         residual_multiplier=0.7, attention_multiplier=0.2, rms_norm_eps=1e-3,
     ),
     "seed-oss": dict(model="SeedOss", num_key_value_heads=2, head_dim=24),
+    "smollm 3": dict(
+        model="SmolLM3", num_key_value_heads=2, num_hidden_layers=5, pad_token_id=None, rope_parameters=dict(
+            rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=64,
+        ),
+    ),
     "ministral 3": dict(
         model="Ministral3", num_key_value_heads=2, head_dim=24, rope_parameters=dict(
             rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=128, mscale=1.0,
@@ -591,7 +596,7 @@ def a_pass(
         size=size,
         k=(None, randn(KH, P, D, dtype=dtype)),
         v=(None, randn(KH, P, D, dtype=dtype)),
-        rope=torch.randn(size, D // 2, 2, device=DEVICE),
+        rope=(None, torch.randn(size, D // 2, 2, device=DEVICE)),
         rows=None,
         feeds=False,
         norm_eps=1e-5,
