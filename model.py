@@ -45,6 +45,8 @@ class Config:
     # they are
     rope_factors: tuple[float, ...] = ()
     rope_gain: float = 1.0  # what q and k are multiplied by, for a longer context
+    # (beta, length): q is multiplied by 1 + beta log(1 + position // length) after RoPE
+    q_scaling: tuple[float, int] | None = None
     nope_layers: tuple[int, ...] = ()  # those without RoPE, neither divisors nor gain
     max_seq_len: int = 4096
     # How many positions back a token sees. Not implemented, so the context must not be longer
@@ -212,11 +214,16 @@ class Llama:
         [R, V], and returns them."""
         ops, w = self.ops, self.weights
         x = ops.embedding(w.embedding, pass_)
+        q_scale = pass_.q_scale
+        if q_scale is not None:
+            q_scale = q_scale.index_select(0, pass_.position)
         for layer in w.layers:
             for index, kept in pass_.kept:
                 if index == layer.index:
                     kept.copy_(x)
             q = ops.rmsnorm_qkv_rope(x, layer, pass_)
+            if q_scale is not None:
+                q.mul_(q_scale)
             x = ops.linear_add(ops.attention(q, layer, pass_), layer.wo, x)
             routes = ops.route(x, layer, pass_)
             h = ops.rmsnorm_swiglu(x, layer, pass_, routes)
@@ -275,6 +282,15 @@ def rope_tables(config: Config, length: int, device: torch.device) -> tuple[Tens
         keep[..., 0] = 1
     layers = range(config.n_layers)
     return tuple(keep if layer in config.nope_layers else rotate for layer in layers)
+
+
+def q_scales(config: Config, length: int, device: torch.device) -> Tensor | None:
+    """What q is multiplied by at each position, float32 [length, 1, 1]. Returns None if that is 1."""
+    if config.q_scaling is None or length <= config.q_scaling[1]:
+        return None
+    beta, every = config.q_scaling
+    times = torch.arange(length, dtype=torch.float64) // every
+    return (1 + beta * times.log1p()).float().view(-1, 1, 1).to(device)
 
 
 def not_finite(model: Llama) -> str:

@@ -129,7 +129,7 @@ FAMILIES = {
     ),
     # Of Mistral Small 3 and its relatives, whose text_config says mistral, or this
     "ministral3": Family(
-        gguf="llama",
+        gguf="mistral3",
         defaults={
             "max_position_embeddings": 1 << 18,
             "num_key_value_heads": 8,

@@ -333,7 +333,7 @@ def config_json(gguf: GGUF) -> dict[str, Any]:
         "rms_norm_eps": said("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": said("context_length"),
         "rope_theta": said("rope.freq_base"),
-        "rope_scaling": _rope_scaling(gguf, f"{arch}.rope"),
+        "rope_scaling": _rope_scaling(gguf, arch),
         "sliding_window": said("attention.sliding_window") or None,
         "use_sliding_window": bool(said("attention.sliding_window")),
         "max_window_layers": 0,
@@ -371,10 +371,11 @@ def _dtype(gguf: GGUF) -> str:
     return "float16" if types == {"F16"} else "bfloat16"
 
 
-def _rope_scaling(gguf: GGUF, key: str) -> dict[str, Any] | None:
+def _rope_scaling(gguf: GGUF, arch: str) -> dict[str, Any] | None:
     """Hugging Face's rope_scaling, with two fields of our own: gguf_factors, what each frequency is
     divided by, which Llama 3.1 stores in a tensor; and gguf_gain, by which q and k are
     multiplied."""
+    key = f"{arch}.rope"
     scaling: dict[str, Any] = {}
     if info := gguf.tensors.get(ROPE_FACTORS):
         if info.type.name != "F32":
@@ -401,6 +402,9 @@ def _rope_scaling(gguf: GGUF, key: str) -> dict[str, Any] | None:
         )
         for name in ("beta_fast", "beta_slow"):
             scaling[name] = gguf.metadata.get(f"{key}.scaling.yarn_{name}")
+        scaling["mscale"] = 1.0  # which counts if there is the other
+        scaling["mscale_all_dim"] = gguf.metadata.get(f"{key}.scaling.yarn_log_multiplier")
+        scaling["llama_4_scaling_beta"] = gguf.metadata.get(f"{arch}.attention.temperature_scale")
     return scaling
 
 

@@ -284,9 +284,6 @@ def config_of(f: Fields, generation: Fields, notes: list[str]) -> Config:
     head_dim = f.number("head_dim", 2, 1024, dim // n_heads)
     check_heads(f, n_heads, n_kv_heads, head_dim)
     rope = rope_of(f, head_dim, max_seq_len)
-    if rope.longest:  # beyond, q is scaled by its position
-        window = min(window or rope.longest, rope.longest)
-        max_seq_len = min(max_seq_len, rope.longest)
     eps = f.number("rms_norm_eps", 0, 1, 1e-6, float)
     factors = {}
     if family.factors:
@@ -313,6 +310,7 @@ def config_of(f: Fields, generation: Fields, notes: list[str]) -> Config:
         rope_theta=rope.theta,
         rope_factors=rope.factors,
         rope_gain=rope.gain,
+        q_scaling=rope.q_scaling,
         nope_layers=nope_layers_of(f) if family.nope else (),
         max_seq_len=max_seq_len,
         sliding_window=window,

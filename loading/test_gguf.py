@@ -18,7 +18,7 @@ from bits import others
 from dev.checkpoints import sentencepiece_metadata, write_gguf
 from formats import Matrix
 from fp8 import E4M3
-from loading import checkpoint, families, quantised
+from loading import checkpoint, quantised
 from loading import gguf as ggml
 from loading import tensors as tensors_module
 from loading.checkpoint import load, open_tokenizer, read_config, save
@@ -236,20 +236,22 @@ def test_gguf_models_equal_transformers(tmp_path, cli, family, monkeypatch):
         assert_refused(cli("-m", file, "-p", "a"), few)
 
 
-@pytest.mark.parametrize("family", ["phi 4", "granite 3", "seed-oss", "smollm 3"])
+@pytest.mark.parametrize("family", [
+    "phi 4", "granite 3", "seed-oss", "smollm 3", "ministral 3", "mistral nemo",
+])  # fmt: skip
 def test_gguf_of_families_that_transformers_does_not_read(tmp_path, family):
     """As llama.cpp's converter writes them, in blocks of eight bits; by ranks, and saved."""
     theirs = hugging_face_model(
         259, **FAMILIES[family] | dict(intermediate_size=128, eos_token_id=258, head_dim=32)
     )
     in_pairs = {}
-    if families.FAMILIES[theirs.config.model_type].in_pairs:
+    if gguf_arch(theirs.config) in ("llama", "granite", "smollm3", "mistral3"):
         in_pairs["q_proj"] = theirs.config.num_attention_heads
         in_pairs["k_proj"] = theirs.config.num_key_value_heads
     q8_0 = gguf.GGMLQuantizationType.Q8_0
     tensors = gguf_tensors(theirs)
     names = gguf.get_tensor_name_map(
-        {arch: number for number, arch in gguf.MODEL_ARCH_NAMES.items()}[theirs.config.model_type],
+        {arch: number for number, arch in gguf.MODEL_ARCH_NAMES.items()}[gguf_arch(theirs.config)],
         9,
     )
     for name, value in theirs.named_parameters():

@@ -169,7 +169,7 @@ FAMILIES = {  # what each adds to Llama 2, as its config.json has it, but small
     ),
     "ministral 3": dict(
         model="Ministral3", num_key_value_heads=2, head_dim=24, rope_parameters=dict(
-            rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=128, mscale=1.0,
+            rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=24, mscale=1.0,
             mscale_all_dim=0.5, llama_4_scaling_beta=0.1, beta_fast=32.0, beta_slow=1.0,
         ),
     ),
@@ -1314,6 +1314,7 @@ GGUF_KEYS = {
 SCALING_KEYS = {
     "type": "rope_type", "factor": "factor", "yarn_beta_fast": "beta_fast",
     "original_context_length": "original_max_position_embeddings", "yarn_beta_slow": "beta_slow",
+    "yarn_log_multiplier": "mscale_all_dim",
 }  # fmt: skip
 
 
@@ -1323,6 +1324,7 @@ def gguf_metadata(config) -> dict:
     said["rope.freq_base"] = rope["rope_theta"]
     if rope["rope_type"] in ("linear", "yarn"):
         said |= {f"rope.scaling.{key}": rope.get(name) for key, name in SCALING_KEYS.items()}
+        said["attention.temperature_scale"] = rope.get("llama_4_scaling_beta")
     arch = gguf_arch(config)
     found = {f"{arch}.{key}": value for key, value in said.items() if value is not None}
     return {"general.architecture": arch} | found
@@ -1360,7 +1362,13 @@ def expert_by_expert(model) -> dict:
 
 
 def gguf_arch(config) -> str:
-    return {"mixtral": "llama", "qwen3_moe": "qwen3moe"}.get(config.model_type, config.model_type)
+    archs = {
+        "mixtral": "llama",
+        "mistral": "llama",
+        "ministral3": "mistral3",
+        "qwen3_moe": "qwen3moe",
+    }
+    return archs.get(config.model_type, config.model_type)
 
 
 def gguf_tensors(model, kinds=()) -> dict:
