@@ -102,6 +102,14 @@ class Config:
         )
 
     @property
+    def widest(self) -> int:
+        """Elements of a prompt's activations for each token, where they are widest."""
+        of_experts = self.experts_per_token * (self.hidden_dim + self.dim)
+        return (
+            2 * self.dim + max(3 * self.hidden_dim, 2 * self.q_dim + 2 * self.kv_dim) + of_experts
+        )
+
+    @property
     def output_rows(self) -> int:
         return -(-self.vocab_size // self.ranks)
 
@@ -237,8 +245,6 @@ class Llama:
         the largest copy of a matrix that a product makes. Keys and values in 8 bits, which
         attention decodes, come on top."""
         c = self.config
-        widest = 2 * c.dim + max(3 * c.hidden_dim, 2 * c.q_dim + 2 * c.kv_dim)
-        widest += c.experts_per_token * (c.hidden_dim + c.dim)
         copies = [0]
         for layer in self.weights.layers:
             of_experts = (layer.w13, layer.w2) if layer.router else ()
@@ -248,7 +254,7 @@ class Llama:
                     copies.append(experts.copy_bytes(m, self.accumulate, each))
                 else:
                     copies.append(copy_bytes(m, self.dtype, self.accumulate))
-        return T * widest * self.dtype.itemsize + max(copies)
+        return T * c.widest * self.dtype.itemsize + max(copies)
 
     @property
     def uses_graphs(self) -> bool:

@@ -414,8 +414,8 @@ MUTANTS = [
     ),
     Mutant(
         "loading/place.py",
-        "max(MARGIN * largest * dtype.itemsize, to_encode)",
-        "MARGIN * to_encode",
+        "max(running, to_encode)",
+        "running",
         "memory_of_7b",
     ),
     Mutant(
