@@ -145,7 +145,7 @@ class Header:
             at = start + length(data, at)[0]
             if at > size:
                 raise self.damaged("a string lies outside its header")
-            found.append(data[start:at].decode())
+            found.append(data[start:at].decode(errors="replace"))  # as browsers do
         self.at = at
         return found
 
@@ -227,7 +227,7 @@ def _read_shard(file: Path) -> GGUF:
         data = f.read(FILE_BYTES)
     try:
         return Header(file, data, size, stamp).read()
-    except (struct.error, UnicodeDecodeError) as error:
+    except struct.error as error:
         raise ValueError(
             f"{file} is damaged, or cut off in its header ({error}): download it again"
         ) from None

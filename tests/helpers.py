@@ -1203,6 +1203,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
     files: dict[str, bytes]
     asked: list[str]
     token: str | None
+    forbidden: str | None  # a file
 
     def log_message(self, *_) -> None:
         pass
@@ -1230,6 +1231,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
                 row = lambda n, data: dict(type="file", path=n, size=len(data), oid="0" * 40)
                 said = [row(*file) for file in self.files.items()]
             return 200, json.dumps(said).encode(), {"Content-Type": "application/json"}
+        if self.forbidden and path.endswith(self.forbidden):
+            return 403, b"", {}
         data = self.files.get(path.removeprefix(f"/someone/tiny/resolve/{HASH}/"))
         if data is None:
             return 404, b"", {"X-Error-Code": "RepoNotFound"}
@@ -1254,7 +1257,8 @@ def of_hub(folder: Path) -> dict[str, bytes]:
 @pytest.fixture
 def hub(tiny, tmp_path, monkeypatch):
     """A hub on the loopback address with the tiny checkpoint, and an empty cache."""
-    Hub.files, Hub.asked, Hub.token = of_hub(tiny) | {"pytorch_model.bin": b"x" * 999}, [], None
+    Hub.files, Hub.asked = of_hub(tiny) | {"pytorch_model.bin": b"x" * 999}, []
+    Hub.token = Hub.forbidden = None
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         serve_forever = partial(server.serve_forever, poll_interval=0.01)
         threading.Thread(target=serve_forever, daemon=True).start()
