@@ -148,7 +148,8 @@ def test_layers_without_rope(tmp_path, cli, fields):
     given = {"model_type": "smollm3", **GIVEN, "num_hidden_layers": 9, **fields}
     given.pop("max_position_embeddings")
     (tmp_path / "config.json").write_text(json.dumps(given))
-    theirs = transformers.SmolLM3Config(**given)
+    ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    theirs = transformers.SmolLM3Config(**given, **ids)
     ours = read_config(tmp_path)
     kept = [layer for layer, rotated in enumerate(theirs.no_rope_layers[:9]) if not rotated]
     assert [*ours.nope_layers] == kept != []
