@@ -85,7 +85,8 @@ class PassView(Protocol):
     size: int  # positions of a sequence, at most
     k: tuple[Tensor, ...]  # L x [KH, P, D]
     v: tuple[Tensor, ...]  # L x [KH, P, D]
-    rope: Tensor  # [size or more, D/2, 2]
+    rope: tuple[Tensor, ...]  # L x [size or more, D/2, 2]
+    q_scale: Tensor | None  # [size or more, 1, 1]: what forward multiplies q by at each position
     rows: Tensor | None  # int64 [R]: the rows whose logits are wanted; None if all are
     feeds: bool  # what is sampled is evaluated next, so it is written to tokens as well
     sampler: Sampler  # settings of the R sampled rows

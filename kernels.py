@@ -228,7 +228,7 @@ def rmsnorm_qkv_rope_ref(x: Tensor, layer: LayerView, pass_: PassView) -> Tensor
     if layer.qk_norm is not None:
         heads = zip(qk.split([H, KH], 1), layer.qk_norm)
         qk = torch.cat([rmsnorm_ref(some, weight, pass_.norm_eps) for some, weight in heads], 1)
-    qk = rope_ref(qk, pass_.rope, pass_.position)
+    qk = rope_ref(qk, pass_.rope[layer.index], pass_.position)
     place = pass_.place.long()
     for cache_, new in ((k_cache, qk[:, H:]), (v_cache, qkv[:, H + KH :])):
         cache_.index_copy_(1, place, to_cache_ref(new, cache_.dtype).transpose(0, 1))
@@ -290,6 +290,7 @@ def rmsnorm_qkv_rope(
     x: Tensor, layer: LayerView, pass_: PassView, *, accumulate: str = "auto"
 ) -> Tensor:
     k_cache, v_cache = pass_.k[layer.index], pass_.v[layer.index]
+    table = pass_.rope[layer.index]
     T = len(x)
     KH, P, D = k_cache.shape
     H = layer.wqkv.rows // D - 2 * KH
@@ -299,7 +300,7 @@ def rmsnorm_qkv_rope(
     if not is_fused(product):
         qkv = library_product(product, accumulate)
     elif layer.qk_norm is None:
-        args = (q, k_cache, v_cache, pass_.rope, pass_.place, pass_.position, P)
+        args = (q, k_cache, v_cache, table, pass_.place, pass_.position, P)
         launch_product(product, Epilogue(_prepare_rope, _store_rope, sizes, pairs=True), args)
         return q
     else:
@@ -318,7 +319,7 @@ def _launch_rope(
     heads = sizes.H + 2 * sizes.KH
     block_d = triton.next_power_of_2(sizes.D)
     at_once = max(1, min(triton.next_power_of_2(heads), 2048 // block_d))
-    args = (qkv, layer.qk_norm, pass_.norm_eps, pass_.rope)
+    args = (qkv, layer.qk_norm, pass_.norm_eps, pass_.rope[layer.index])
     args += (k_cache, v_cache, q, pass_.place, pass_.position, k_cache.shape[1])
     encode = None
     if sizes.IN_8_BITS:

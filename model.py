@@ -45,6 +45,9 @@ class Config:
     # they are
     rope_factors: tuple[float, ...] = ()
     rope_gain: float = 1.0  # what q and k are multiplied by, for a longer context
+    # (beta, length): q is multiplied by 1 + beta log(1 + position // length) after RoPE
+    q_scaling: tuple[float, int] | None = None
+    nope_layers: tuple[int, ...] = ()  # those without RoPE, neither divisors nor gain
     max_seq_len: int = 4096
     # How many positions back a token sees. Not implemented, so the context must not be longer
     sliding_window: int | None = None
@@ -96,6 +99,14 @@ class Config:
             n_heads=self.n_heads // ranks,
             n_kv_heads=max(1, self.n_kv_heads // ranks),
             hidden_dim=self.hidden_dim // ranks,
+        )
+
+    @property
+    def widest(self) -> int:
+        """Elements of a prompt's activations for each token, where they are widest."""
+        of_experts = self.experts_per_token * (self.hidden_dim + self.dim)
+        return (
+            2 * self.dim + max(3 * self.hidden_dim, 2 * self.q_dim + 2 * self.kv_dim) + of_experts
         )
 
     @property
@@ -211,11 +222,16 @@ class Llama:
         [R, V], and returns them."""
         ops, w = self.ops, self.weights
         x = ops.embedding(w.embedding, pass_)
+        q_scale = pass_.q_scale
+        if q_scale is not None:
+            q_scale = q_scale.index_select(0, pass_.position)
         for layer in w.layers:
             for index, kept in pass_.kept:
                 if index == layer.index:
                     kept.copy_(x)
             q = ops.rmsnorm_qkv_rope(x, layer, pass_)
+            if q_scale is not None:
+                q.mul_(q_scale)
             x = ops.linear_add(ops.attention(q, layer, pass_), layer.wo, x)
             routes = ops.route(x, layer, pass_)
             h = ops.rmsnorm_swiglu(x, layer, pass_, routes)
@@ -229,8 +245,6 @@ class Llama:
         the largest copy of a matrix that a product makes. Keys and values in 8 bits, which
         attention decodes, come on top."""
         c = self.config
-        widest = 2 * c.dim + max(3 * c.hidden_dim, 2 * c.q_dim + 2 * c.kv_dim)
-        widest += c.experts_per_token * (c.hidden_dim + c.dim)
         copies = [0]
         for layer in self.weights.layers:
             of_experts = (layer.w13, layer.w2) if layer.router else ()
@@ -240,7 +254,7 @@ class Llama:
                     copies.append(experts.copy_bytes(m, self.accumulate, each))
                 else:
                     copies.append(copy_bytes(m, self.dtype, self.accumulate))
-        return T * widest * self.dtype.itemsize + max(copies)
+        return T * c.widest * self.dtype.itemsize + max(copies)
 
     @property
     def uses_graphs(self) -> bool:
@@ -258,16 +272,31 @@ class Llama:
         return torch.int8 if self.kv_fp8 else self.dtype
 
 
-def rope_table(config: Config, length: int) -> Tensor:
-    """[length, D/2, 2] float32: cosine and sine of position * theta^(-2i/D), divided and scaled as
-    the config says."""
+def rope_tables(config: Config, length: int, device: torch.device) -> tuple[Tensor, ...]:
+    """For each layer [length, D/2, 2] float32: cosine and sine of position * theta^(-2i/D), divided and
+    scaled as the config says; 1 and 0 in layers without RoPE. Layers share two tables at most."""
     freqs = config.rope_theta ** -(
         torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     )
     if config.rope_factors:
         freqs = freqs / torch.tensor(config.rope_factors, dtype=torch.float64)
     angles = torch.outer(torch.arange(length, dtype=torch.float64), freqs)
-    return config.rope_gain * torch.stack((angles.cos(), angles.sin()), -1).float()
+    rotate = config.rope_gain * torch.stack((angles.cos(), angles.sin()), -1).float().to(device)
+    keep = rotate
+    if config.nope_layers:
+        keep = torch.zeros_like(rotate)
+        keep[..., 0] = 1
+    layers = range(config.n_layers)
+    return tuple(keep if layer in config.nope_layers else rotate for layer in layers)
+
+
+def q_scales(config: Config, length: int, device: torch.device) -> Tensor | None:
+    """What q is multiplied by at each position, float32 [length, 1, 1]. Returns None if that is 1."""
+    if config.q_scaling is None or length <= config.q_scaling[1]:
+        return None
+    beta, every = config.q_scaling
+    times = torch.arange(length, dtype=torch.float64) // every
+    return (1 + beta * times.log1p()).float().view(-1, 1, 1).to(device)
 
 
 def not_finite(model: Llama) -> str:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from launch import Scratch, captured
-from model import Llama, rope_table
+from model import Llama, q_scales, rope_tables
 from products import MAX_FEW
 from sampling import Sampler, Sampling, Switches, mask_without
 
@@ -64,7 +64,8 @@ class Cache:
         shape = (c.n_layers, c.n_kv_heads, places, c.head_dim)
         self.keys = torch.zeros(shape, dtype=model.kv_dtype, device=device)
         self.values = torch.zeros(shape, dtype=model.kv_dtype, device=device)
-        self.rope = rope_table(c, self.run).to(device)  # [positions, D/2, 2]
+        self.rope = rope_tables(c, self.run, device)
+        self.q_scale = q_scales(c, self.run, device)
         # The token at each place; what was sampled is there once more for the host
         self.tokens = torch.zeros(places, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
@@ -131,6 +132,7 @@ class Pass:
         self.v = cache.values.unbind()
         self.kept: tuple[tuple[int, Tensor], ...] = ()
         self.rope = cache.rope
+        self.q_scale = cache.q_scale
         self.scratch = cache.scratch
         self.norm_eps = model.config.norm_eps
         self.experts_per_token = model.config.experts_per_token

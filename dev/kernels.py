@@ -207,7 +207,7 @@ def plain_ops(
     T = len(x)
     end = start_pos + T
     queries = y.view(T, H, D)
-    cos, sin = (t.to(x.dtype)[:, None] for t in pass_.rope[start_pos:end].unbind(-1))
+    cos, sin = (t.to(x.dtype)[:, None] for t in pass_.rope[0][start_pos:end].unbind(-1))
     keys, values = pass_.k, pass_.v
     if model.kv_fp8:  # PyTorch has no keys and values in 8 bits
         keys, values = x.new_zeros(2, c.n_layers, KH, pass_.size, D)

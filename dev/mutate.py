@@ -7,7 +7,9 @@
 Each change is made in a copy of the program, where the tests whose names match the words beside it
 are then run, up to the first that fails; the words name the quickest tests that notice. First they
 are run without any change. Each run is a fork of a process that has imported what takes long, and
-there are as many at a time as cores. Kernels run in Triton's interpreter, also beside a GPU."""
+there are as many at a time as cores. Kernels run in Triton's interpreter, also beside a GPU. What the
+interpreter does not run has no mutants: CUDA graphs, launches, the exchange between GPUs and
+cards/hopper.py are judged by the tests on such a card."""
 
 import argparse
 import importlib
@@ -361,8 +363,8 @@ MUTANTS = [
     ),
     Mutant(
         "passes.py",
-        "int(self.feeds and i < real)",
-        "int(self.feeds)",
+        "[int(self.feeds)] * real + [0] * (T - real)",
+        "[int(self.feeds)] * T",
         "padding_stays",
     ),
     Mutant(
@@ -417,8 +419,8 @@ MUTANTS = [
     ),
     Mutant(
         "loading/place.py",
-        "max(MARGIN * largest * dtype.itemsize, to_encode)",
-        "MARGIN * to_encode",
+        "max(running, to_encode)",
+        "running",
         "memory_of_7b",
     ),
     Mutant(
@@ -842,6 +844,45 @@ MUTANTS = [
     Mutant(
         "talk/cli.py", "if not low <= value <= high:", "if not low <= value < high:", "flags_at"
     ),
+    # a loop over blocks that small models enter once
+    Mutant(
+        "loading/layouts.py",
+        "for start in range(0, N, step):",
+        "for start in range(0, step, step):",
+        "tied_embeddings",
+    ),
+    Mutant(
+        "loading/reading.py",
+        "for i in range(0, len(outer), step):",
+        "for i in range(0, min(step, len(outer)), step):",
+        "checkpoints_equal_transformers",
+    ),
+    # one of two paths
+    Mutant(
+        "experts.py", "layer.router_gain, logits, T)", "1.0, logits, T)", "moves_and_the_router"
+    ),
+    Mutant(
+        "experts.py", "pass_.norm_eps, layer.router_gain)", "pass_.norm_eps, 1.0)", "the_router"
+    ),
+    # a helper that reference and kernel share
+    Mutant("sampling.py", "if s.repeat_last_n < 0:", "if s.repeat_last_n <= 0:", "looks_back"),
+    # of a union the set that tests mostly have in the other one
+    Mutant("session.py", "eos=self.eos | ids,", "eos=ids,", "either_end"),
+    Mutant("session.py", "eos=self.eos | ids,", "eos=self.eos,", "either_end"),
+    # an argument that only the function's own test gave
+    Mutant(
+        "bench.py", "quality(parts, len(text.encode()))", "quality(parts, len(text))", "perplexity"
+    ),
+    # families
+    Mutant(
+        "model.py",
+        "keep[..., 0] = 1",
+        "keep[..., 0] = config.rope_gain",
+        "families_equal and smollm",
+    ),
+    Mutant("model.py", "q.mul_(q_scale)", "pass", "families_equal"),
+    Mutant("loading/hub.py", "error = error.__cause__ or error", "pass", "refusals_are_one"),
+    Mutant("loading/place.py", "if options.parallel > MAX_FEW", "if False", "memory_of_7b"),
 ]
 
 
@@ -954,6 +995,7 @@ def main() -> int:
     if found:
         sys.exit("\n".join(found))
     if args.check:
+        print(f"{len(mutants)} mutants can be made")
         return 0
     prepare()
     ignored = shutil.ignore_patterns(".*", "__pycache__")

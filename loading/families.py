@@ -56,6 +56,7 @@ class Family:
     gguf_renames: dict[str, str] = field(default_factory=dict)  # the same as renames, in GGUF
     joined: bool = False  # q, k and v are one tensor in files, and so are w1 and w3
     factors: bool = False  # a config.json scales embedding, attention, residual and logits
+    nope: bool = False  # some layers are without RoPE
 
 
 # By model_type in a config.json
@@ -113,9 +114,22 @@ FAMILIES = {
         mlp_bias=True,
         gguf_renames={"ffn_norm": "post_attention_norm"},
     ),
+    "smollm3": Family(
+        gguf="smollm3",
+        defaults={
+            "max_position_embeddings": 1 << 15,
+            "num_key_value_heads": 4,
+            "rope_theta": 2e6,
+            "tie_word_embeddings": True,
+        },
+        has_window=if_used,
+        mlp_bias=True,
+        in_pairs=True,
+        nope=True,
+    ),
     # Of Mistral Small 3 and its relatives, whose text_config says mistral, or this
     "ministral3": Family(
-        gguf="llama",
+        gguf="mistral3",
         defaults={
             "max_position_embeddings": 1 << 18,
             "num_key_value_heads": 8,

@@ -145,7 +145,7 @@ class Header:
             at = start + length(data, at)[0]
             if at > size:
                 raise self.damaged("a string lies outside its header")
-            found.append(data[start:at].decode())
+            found.append(data[start:at].decode(errors="replace"))  # as browsers do
         self.at = at
         return found
 
@@ -227,7 +227,7 @@ def _read_shard(file: Path) -> GGUF:
         data = f.read(FILE_BYTES)
     try:
         return Header(file, data, size, stamp).read()
-    except (struct.error, UnicodeDecodeError) as error:
+    except struct.error as error:
         raise ValueError(
             f"{file} is damaged, or cut off in its header ({error}): download it again"
         ) from None
@@ -333,7 +333,7 @@ def config_json(gguf: GGUF) -> dict[str, Any]:
         "rms_norm_eps": said("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": said("context_length"),
         "rope_theta": said("rope.freq_base"),
-        "rope_scaling": _rope_scaling(gguf, f"{arch}.rope"),
+        "rope_scaling": _rope_scaling(gguf, arch),
         "sliding_window": said("attention.sliding_window") or None,
         "use_sliding_window": bool(said("attention.sliding_window")),
         "max_window_layers": 0,
@@ -371,10 +371,11 @@ def _dtype(gguf: GGUF) -> str:
     return "float16" if types == {"F16"} else "bfloat16"
 
 
-def _rope_scaling(gguf: GGUF, key: str) -> dict[str, Any] | None:
+def _rope_scaling(gguf: GGUF, arch: str) -> dict[str, Any] | None:
     """Hugging Face's rope_scaling, with two fields of our own: gguf_factors, what each frequency is
     divided by, which Llama 3.1 stores in a tensor; and gguf_gain, by which q and k are
     multiplied."""
+    key = f"{arch}.rope"
     scaling: dict[str, Any] = {}
     if info := gguf.tensors.get(ROPE_FACTORS):
         if info.type.name != "F32":
@@ -401,6 +402,9 @@ def _rope_scaling(gguf: GGUF, key: str) -> dict[str, Any] | None:
         )
         for name in ("beta_fast", "beta_slow"):
             scaling[name] = gguf.metadata.get(f"{key}.scaling.yarn_{name}")
+        scaling["mscale"] = 1.0  # which counts if there is the other
+        scaling["mscale_all_dim"] = gguf.metadata.get(f"{key}.scaling.yarn_log_multiplier")
+        scaling["llama_4_scaling_beta"] = gguf.metadata.get(f"{arch}.attention.temperature_scale")
     return scaling
 
 

@@ -262,6 +262,8 @@ class Repository:
         except ValueError:
             raise
         except Exception as error:  # network errors, of whichever library huggingface_hub uses
+            if isinstance(error, errors.LocalEntryNotFoundError):
+                error = error.__cause__ or error  # which says what failed
             reason = (
                 f"the download from {constants.ENDPOINT} failed ({type(error).__name__}: {error})"
             )

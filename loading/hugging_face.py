@@ -284,9 +284,6 @@ def config_of(f: Fields, generation: Fields, notes: list[str]) -> Config:
     head_dim = f.number("head_dim", 2, 1024, dim // n_heads)
     check_heads(f, n_heads, n_kv_heads, head_dim)
     rope = rope_of(f, head_dim, max_seq_len)
-    if rope.longest:  # beyond, q is scaled by its position
-        window = min(window or rope.longest, rope.longest)
-        max_seq_len = min(max_seq_len, rope.longest)
     eps = f.number("rms_norm_eps", 0, 1, 1e-6, float)
     factors = {}
     if family.factors:
@@ -313,6 +310,8 @@ def config_of(f: Fields, generation: Fields, notes: list[str]) -> Config:
         rope_theta=rope.theta,
         rope_factors=rope.factors,
         rope_gain=rope.gain,
+        q_scaling=rope.q_scaling,
+        nope_layers=nope_layers_of(f) if family.nope else (),
         max_seq_len=max_seq_len,
         sliding_window=window,
         tie_embeddings=bool(f.get("tie_word_embeddings", False)),
@@ -327,6 +326,24 @@ def config_of(f: Fields, generation: Fields, notes: list[str]) -> Config:
         bos_id=next(iter(bos_ids), None),
         eos_ids=tuple(dict.fromkeys(eos_ids)),
     )
+
+
+def nope_layers_of(f: Fields) -> tuple[int, ...]:
+    """The layers without RoPE: no_rope_layers has a 0 for each; without it, which GGUF files always
+    are, they are at an interval. Raises ValueError."""
+    count = f.number("num_hidden_layers", 1, 1024)
+    interval = f.number("no_rope_layer_interval", 1, 1024, 4)
+    rotated = f.get("no_rope_layers")
+    if rotated is None:
+        rotated = [int((layer + 1) % interval > 0) for layer in range(count)]
+    if (
+        not isinstance(rotated, list)
+        or len(rotated) < count
+        or any(x not in (0, 1) for x in rotated)
+    ):
+        wanted = f"it must be a list with 0 or 1 for each of {count} layers"
+        raise ValueError(f"{f.file}: no_rope_layers is {rotated!r}; {wanted}")
+    return tuple(layer for layer in range(count) if not rotated[layer])
 
 
 def factors_of(f: Fields, eps: float, head_dim: int) -> tuple[dict[str, float], float, float]:

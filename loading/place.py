@@ -18,10 +18,12 @@ import torch
 import launch
 from cards import cpu
 from cards.cpu import storage_dtype
+from fp8 import E4M3
 from kernels import FORMATS
 from loading.layouts import StoredTensors
 from loading.names import (
     Formats,
+    ModelTensor,
     formats_of,
     largest_read,
     matrix_shapes,
@@ -30,6 +32,8 @@ from loading.names import (
 )
 from loading.quantised import format_for
 from model import CACHES, Config
+from passes import LENGTHS
+from products import MAX_FEW
 from ranks.processes import Ranks
 from settings import Options
 
@@ -260,13 +264,11 @@ def free_memory(device: torch.device) -> float:
     return free
 
 
-# What a model needs besides weights and cache, in multiples of its largest matrix in dtype. On a
-# GPU: two decoded copies of that matrix (the graphs of prompts have memory of their own), two
-# workspaces for the activations of the longest of passes.LENGTHS, each 1.3 times as large (7B), and
-# the graphs themselves. On a CPU: one copy and one workspace for a chunk, and a second copy of the
-# output matrix if it is the embedding. An expert counts as a matrix of its own, but while they are
-# encoded, all experts of a layer are in memory once more (names.largest_read).
+# What a model needs on a CPU besides weights and cache, in multiples of its largest matrix in dtype:
+# one copy and one workspace for a chunk, and a second copy of the output matrix if it is the
+# embedding. An expert counts as a matrix of its own
 MARGIN = 6
+GRAPHS = 1 << 29  # bytes on a GPU for CUDA graphs and for what libraries keep
 
 
 # The longest context unless another is asked for. Agents ask for 32k to 64k
@@ -301,8 +303,13 @@ def memory_of(
     which matrices are read to be encoded, by default dtype."""
     weights = weight_bytes(c, dtype, formats)
     matrices = [t for t in model_tensors(c) if t.is_matrix]
-    largest = max(math.prod(t.shape(c)) // t.matrices(c) for t in matrices)
-    to_encode = (encoded_from or dtype).itemsize * largest_read(c)
+    # While they are encoded, all experts of a layer are in memory once more
+    to_encode = (encoded_from or dtype).itemsize * largest_read(c) if formats else 0
+    if device.type == "cpu":
+        largest = max(math.prod(t.shape(c)) // t.matrices(c) for t in matrices)
+        running = MARGIN * largest * dtype.itemsize
+    else:
+        running = running_on_a_gpu(c, dtype, formats, options)
     if device.type == "cpu" and dtype == torch.bfloat16:
         for t in matrices:
             if not t.of_experts and t.name in formats and formats[t.name].bits == 4:
@@ -310,11 +317,30 @@ def memory_of(
     layer = 2 * c.kv_dim  # keys and values of a position in one layer
     return Memory(
         weights=weights,
-        workspace=max(MARGIN * largest * dtype.itemsize, to_encode),
+        workspace=max(running, to_encode),
         cache=options.parallel * c.n_layers * layer * (1 if options.kv_fp8 else dtype.itemsize),
         decoded=2 * layer * dtype.itemsize if options.kv_fp8 else 0,
         encoded=bool(formats),
     )
+
+
+def running_on_a_gpu(c: Config, dtype: torch.dtype, formats: Formats, options: Options) -> int:
+    """Bytes besides weights and cache. A prompt's activations and the decoded copy of a layer's matrix
+    are there twice, since the first call of what a graph does is outside of the memory of graphs. So
+    are the scores of a prompt, for which the output matrix is decoded, as it is for many texts."""
+
+    def copy_of(t: ModelTensor) -> int:
+        format = formats.get(t.name)
+        if format is None or t.of_experts and format is E4M3:
+            return 0
+        return math.prod(t.shape(c)) * (1 if t.of_experts else dtype.itemsize)  # experts' in E4M3
+
+    *of_layers, output = [copy_of(t) for t in model_tensors(c) if t.is_matrix]
+    tokens = min(LENGTHS[-1], options.ctx_size or c.max_seq_len)
+    prompt = tokens * c.widest * dtype.itemsize + max(of_layers)
+    outside = max(prompt, output)
+    in_graphs = outside if options.parallel > MAX_FEW else prompt
+    return in_graphs + outside + GRAPHS
 
 
 def free_for(device: torch.device, ranks: Ranks) -> float:

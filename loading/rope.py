@@ -13,12 +13,12 @@ from loading.files import Fields
 
 
 class Rope(NamedTuple):
-    """rope_theta, rope_factors and rope_gain of Config."""
+    """rope_theta, rope_factors, rope_gain and q_scaling of Config."""
 
     theta: float
     factors: tuple[float, ...] = ()
     gain: float = 1.0
-    longest: int | None = None  # of texts for which this is all
+    q_scaling: tuple[float, int] | None = None
 
 
 def rope_of(f: Fields, D: int, max_seq_len: int) -> Rope:
@@ -60,12 +60,15 @@ def _renamed(fields: dict) -> dict:
 def _scaled(rope: Fields, D: int, max_seq_len: int) -> Rope:
     """What one set of fields says. Whatever the type, a GGUF file may add factors that divide the
     frequencies, and a gain of q and k."""
-    theta, factors, gain, longest = _of_type(rope, D, max_seq_len)
+    theta, factors, gain, _ = _of_type(rope, D, max_seq_len)
     if "gguf_factors" in rope:
         more = _listed_factors(rope, "gguf_factors", D)
         factors = tuple(map(operator.mul, more, factors or itertools.repeat(1.0)))
     gain *= rope.number("gguf_gain", 1e-3, 1e3, 1, float)
-    return Rope(theta, factors, gain, longest)
+    q_scaling = None
+    if beta := rope.number("llama_4_scaling_beta", 0, 100, 0, float):
+        q_scaling = beta, rope.number("original_max_position_embeddings", 1, 1 << 24)
+    return Rope(theta, factors, gain, q_scaling)
 
 
 def _of_type(rope: Fields, D: int, max_seq_len: int) -> Rope:
@@ -118,8 +121,7 @@ def _yarn(rope: Fields, D: int, theta: float, max_seq_len: int) -> Rope:
         )
         usual = mscale / of_all
     gain = rope.number("attention_factor", 1e-3, 1e3, usual, float)
-    longest = original if rope.get("llama_4_scaling_beta") else None
-    return Rope(theta, _factors(share, factor), gain, longest)
+    return Rope(theta, _factors(share, factor), gain)
 
 
 def _longrope(rope: Fields, D: int) -> tuple[float, ...]:

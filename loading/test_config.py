@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from dev.checkpoints import write_gguf
 from loading.checkpoint import load, read_config
-from model import rope_table
+from loading.reading import CPU
+from model import rope_tables
 from session import Session
 from tests.helpers import (
     BYTES,
@@ -68,14 +69,14 @@ def test_yarn_and_config_places_of_rope_equal_transformers(copy, small_gguf, fie
         freqs, gain = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind](theirs, "cpu")
     angles = torch.outer(torch.arange(50.0), freqs)
     expected = gain * torch.stack((angles.cos(), angles.sin()), -1)
-    assert_close(rope_table(read_config(copy), 50), expected, 1e-5)
+    assert_close(rope_tables(read_config(copy), 50, CPU)[0], expected, 1e-5)
     if (
         kind != "llama3"
         and not {"attention_factor", "mscale", "mscale_all_dim"} & theirs.rope_parameters.keys()
     ):
         metadata = gguf_metadata(theirs) | BYTES
         file = write_gguf(copy / "a.gguf", metadata, small_gguf[1])
-        assert_close(rope_table(read_config(file), 50), expected, 1e-5)
+        assert_close(rope_tables(read_config(file), 50, CPU)[0], expected, 1e-5)
 
 
 GIVEN = dict(
@@ -136,6 +137,31 @@ def test_config_fields_and_defaults(tmp_path, family, fields):
     )  # fmt: skip
     assert {name: getattr(ours, name) for name in expected} == expected
     assert ours.dtype == torch.bfloat16 or "torch_dtype" not in fields
+
+
+@pytest.mark.parametrize("fields", [
+    {}, dict(no_rope_layer_interval=3), dict(no_rope_layers=[1, 0, 0, 1, 1, 0, 1, 1, 0]),
+    dict(use_sliding_window=True, sliding_window=32), dict(tie_word_embeddings=False, rope_theta=1e4),
+], ids=str)  # fmt: skip
+def test_layers_without_rope(tmp_path, cli, fields):
+    """Those of transformers, which has the same defaults. Their positions do not count."""
+    given = {"model_type": "smollm3", **GIVEN, "num_hidden_layers": 9, **fields}
+    given.pop("max_position_embeddings")
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    theirs = transformers.SmolLM3Config(**given, **ids)
+    ours = read_config(tmp_path)
+    kept = [layer for layer, rotated in enumerate(theirs.no_rope_layers[:9]) if not rotated]
+    assert [*ours.nope_layers] == kept != []
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert ours.tie_embeddings == theirs.tie_word_embeddings
+    assert (ours.max_seq_len, ours.sliding_window) == (1 << 15, theirs.sliding_window)
+    tables = rope_tables(ours, 7, CPU)
+    for layer, table in enumerate(tables):
+        assert torch.equal(table, table[:1].expand_as(table)) == (layer in kept)
+    for wrong in ([1] * 8, [1] * 8 + [2], "none", 0):
+        edit(tmp_path / "config.json", no_rope_layers=wrong)
+        assert_refused(cli("-m", tmp_path, "-p", "a"), "no_rope_layers is", "for each of 9 layers")
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen 3", "qwen 3 moe"])

@@ -28,13 +28,15 @@ EIGHT_EXPERTS = dict(n_experts=8, experts_per_token=2)
 @pytest.mark.parametrize("dtype, device, options, weights, cache, room", [
     # 32 layers of 202,375,168 weights and an output matrix of 131,072,000, as many in the
     # embedding, and 65 norms of 4096: 6,738,415,616 in all. A token's keys and values are
-    # 2 * 32 * 4096 numbers. The output matrix, the largest, counts six times
-    ("fp16", "cuda", {}, 13.48, 2.15, 1.57),
+    # 2 * 32 * 4096 numbers. A GPU has the activations of 4096 tokens twice, 2 * 4096 + 3 * 11008 of
+    # each, and half a GB more; on a CPU the output matrix, the largest, counts six times
+    ("fp16", "cuda", {}, 13.48, 2.15, 1.21),
     ("fp32", "cpu", {}, 26.95, 4.29, 3.15),
-    ("fp16", "cuda", dict(ctx_size=1), 13.48, 0.00, 1.57),
+    ("fp16", "cuda", dict(ctx_size=1), 13.48, 0.00, 0.54),
     # half the cache, and room for a layer's 2 * 4096 * 4096, decoded
-    ("fp16", "cuda", dict(kv_fp8=True), 13.48, 1.07, 1.71),
-    # 6,607,077,376 codes, a scale for each of 1,391,872 rows, the embedding
+    ("fp16", "cuda", dict(kv_fp8=True), 13.48, 1.07, 1.35),
+    # 6,607,077,376 codes, a scale for each of 1,391,872 rows, the embedding. The 90,177,536 weights of
+    # a layer's w1 and w3 may be decoded, twice
     ("fp16", "cuda", dict(format=E4M3), 6.88, 2.15, 1.57),
     # 9 bits for two of 6,476,005,376 codes, a scale for each of 1,359,872 rows; the output matrix
     # in 8 bits, and the embedding. A CPU keeps 5/8 of a byte more for each code, for bf16
@@ -42,23 +44,33 @@ EIGHT_EXPERTS = dict(n_experts=8, experts_per_token=2)
     ("fp32", "cpu", dict(format=INT4), 4.30, 4.29, 3.15),
     ("bf16", "cpu", dict(format=INT4), 8.09, 2.15, 1.57),
     # 8 experts: 30,299,652,096 weights more, and a router of 32,768 in each layer. Room is for one
-    # expert at a time, and a CPU keeps no copy of them
-    ("fp16", "cuda", dict(shape=EIGHT_EXPERTS), 74.08, 2.15, 1.57),
+    # expert at a time, and a CPU keeps no copy of them. A token has 2 * (4096 + 11008) numbers more
+    ("fp16", "cuda", dict(shape=EIGHT_EXPERTS), 74.08, 2.15, 1.71),
+    # a stack's 721,420,288 weights in E4M3, twice
+    ("fp16", "cuda", dict(shape=EIGHT_EXPERTS, format=INT4), 21.11, 2.15, 3.15),
     ("bf16", "cpu", dict(shape=EIGHT_EXPERTS, format=INT4), 22.45, 2.15, 1.57),
     # while they are encoded from fp32, all 721,420,288 weights of a layer's w1 and w3 are in memory
     (
         "fp16", "cuda", dict(shape=EIGHT_EXPERTS, format=E4M3, encoded_from=torch.float32),
         37.20, 2.15, 2.89,
     ),
-    # half of the matrices and of the cache; the output matrix has 16,000 rows
-    ("fp16", "cuda", dict(ranks=Ranks(1, 2)), 6.87, 1.07, 0.79),
+    # half of the matrices and of the cache, and 2 * 4096 + 3 * 5504 numbers for each token
+    ("fp16", "cuda", dict(ranks=Ranks(1, 2)), 6.87, 1.07, 0.94),
+    # a large output matrix, of 151,936 rows: decoded for the scores of a prompt, and for many texts
+    # in a graph as well
+    ("fp16", "cuda", dict(shape=dict(vocab_size=151936), format=INT4), 5.52, 2.15, 2.30),
+    ("fp16", "cuda", dict(shape=dict(vocab_size=151936), format=INT4, parallel=17), 5.52, 36.51, 3.03),
 ])  # fmt: skip
 def test_memory_of_7b(monkeypatch, dtype, device, options, weights, cache, room):
     """In GB, worked out by hand: if these change, so must what users are told that they need."""
     given = dict(ctx_size=4096, shape={}, ranks=Ranks(), format=None, encoded_from=None) | options
     ranks, device = given["ranks"], torch.device(device)
     config = replace(LLAMA_7B, **given["shape"]).cut(ranks.size)
-    run = Options(kv_fp8=given.get("kv_fp8", False))
+    run = Options(
+        kv_fp8=given.get("kv_fp8", False),
+        ctx_size=given["ctx_size"],
+        parallel=given.get("parallel", 1),
+    )
     formats = formats_of(config, given["format"])
     need = memory_of(config, place.DTYPES[dtype], device, formats, run, given["encoded_from"])
     monkeypatch.setattr("loading.place.free_memory", lambda device: 1e6)
@@ -91,7 +103,7 @@ def test_contexts_that_fit(monkeypatch):
         need = memory_of(LLAMA_7B, torch.float16, gpu, {}, Options(parallel=parallel))
         monkeypatch.setattr("loading.place.free_memory", lambda device: 24e9)
         fits = context_that_fits(need, 1 << 20, gpu, Ranks())
-        # weights and workspace are 15.05 GB, and a token's keys and values 524,288 bytes
+        # weights and workspace are 14.69 GB, and a token's keys and values 524,288 bytes
         assert fits == (0.9 * 24e9 - need.at(0)) // (524_288 * parallel)
         assert context_that_fits(need, 1000, gpu, Ranks()) == 1000
         with pytest.raises(MemoryError, match=f"at most {int((24e9 - need.at(0)) / need.cache)}"):

@@ -167,6 +167,7 @@ def write_quantised(folder: Path, how: str, **more):
     *((None, how) for how in QUANTISED), ("mixtral", "AWQ"), ("qwen 3 moe", "GPTQ"), ("mixtral", "W4A16"),
     ("qwen 3 moe", "FP8, blocks"), ("qwen 2.5", "GPTQ"), ("granite code", "GPTQ"), ("phi 4", "GPTQ"), ("phi 4", "AWQ"),
     ("granite 3", "GPTQ"), ("seed-oss", "FP8, a scale a row"), ("ministral 3", "W4A16"),
+    ("smollm 3", "AWQ"),
 ])  # fmt: skip
 def test_quantised_safetensors_equal_transformers(copy, cli, family, how, monkeypatch):
     """Matrices bit for bit, also as ranks have them; no second loss. A router is not quantised.

@@ -164,9 +164,14 @@ FAMILIES = {  # what each adds to Llama 2, as its config.json has it, but small
         residual_multiplier=0.7, attention_multiplier=0.2, rms_norm_eps=1e-3,
     ),
     "seed-oss": dict(model="SeedOss", num_key_value_heads=2, head_dim=24),
+    "smollm 3": dict(
+        model="SmolLM3", num_key_value_heads=2, num_hidden_layers=5, pad_token_id=None, rope_parameters=dict(
+            rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=64,
+        ),
+    ),
     "ministral 3": dict(
         model="Ministral3", num_key_value_heads=2, head_dim=24, rope_parameters=dict(
-            rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=128, mscale=1.0,
+            rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=24, mscale=1.0,
             mscale_all_dim=0.5, llama_4_scaling_beta=0.1, beta_fast=32.0, beta_slow=1.0,
         ),
     ),
@@ -609,7 +614,7 @@ def a_pass(
         size=size,
         k=(None, randn(KH, P, D, dtype=dtype)),
         v=(None, randn(KH, P, D, dtype=dtype)),
-        rope=torch.randn(size, D // 2, 2, device=DEVICE),
+        rope=(None, torch.randn(size, D // 2, 2, device=DEVICE)),
         rows=None,
         feeds=False,
         norm_eps=1e-5,
@@ -1230,6 +1235,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
     files: dict[str, bytes]
     asked: list[str]
     token: str | None
+    forbidden: str | None  # a file
 
     def log_message(self, *_) -> None:
         pass
@@ -1257,6 +1263,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
                 row = lambda n, data: dict(type="file", path=n, size=len(data), oid="0" * 40)
                 said = [row(*file) for file in self.files.items()]
             return 200, json.dumps(said).encode(), {"Content-Type": "application/json"}
+        if self.forbidden and path.endswith(self.forbidden):
+            return 403, b"", {}
         data = self.files.get(path.removeprefix(f"/someone/tiny/resolve/{HASH}/"))
         if data is None:
             return 404, b"", {"X-Error-Code": "RepoNotFound"}
@@ -1281,7 +1289,8 @@ def of_hub(folder: Path) -> dict[str, bytes]:
 @pytest.fixture
 def hub(tiny, tmp_path, monkeypatch):
     """A hub on the loopback address with the tiny checkpoint, and an empty cache."""
-    Hub.files, Hub.asked, Hub.token = of_hub(tiny) | {"pytorch_model.bin": b"x" * 999}, [], None
+    Hub.files, Hub.asked = of_hub(tiny) | {"pytorch_model.bin": b"x" * 999}, []
+    Hub.token = Hub.forbidden = None
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         serve_forever = partial(server.serve_forever, poll_interval=0.01)
         threading.Thread(target=serve_forever, daemon=True).start()
@@ -1341,6 +1350,7 @@ GGUF_KEYS = {
 SCALING_KEYS = {
     "type": "rope_type", "factor": "factor", "yarn_beta_fast": "beta_fast",
     "original_context_length": "original_max_position_embeddings", "yarn_beta_slow": "beta_slow",
+    "yarn_log_multiplier": "mscale_all_dim",
 }  # fmt: skip
 
 
@@ -1350,6 +1360,7 @@ def gguf_metadata(config) -> dict:
     said["rope.freq_base"] = rope["rope_theta"]
     if rope["rope_type"] in ("linear", "yarn"):
         said |= {f"rope.scaling.{key}": rope.get(name) for key, name in SCALING_KEYS.items()}
+        said["attention.temperature_scale"] = rope.get("llama_4_scaling_beta")
     arch = gguf_arch(config)
     found = {f"{arch}.{key}": value for key, value in said.items() if value is not None}
     return {"general.architecture": arch} | found
@@ -1387,7 +1398,13 @@ def expert_by_expert(model) -> dict:
 
 
 def gguf_arch(config) -> str:
-    return {"mixtral": "llama", "qwen3_moe": "qwen3moe"}.get(config.model_type, config.model_type)
+    archs = {
+        "mixtral": "llama",
+        "mistral": "llama",
+        "ministral3": "mistral3",
+        "qwen3_moe": "qwen3moe",
+    }
+    return archs.get(config.model_type, config.model_type)
 
 
 def gguf_tensors(model, kinds=()) -> dict:

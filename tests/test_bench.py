@@ -1,6 +1,7 @@
 """Tests of bench.py."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -197,11 +198,14 @@ def test_bench_random_matrices(form):
 
 
 def test_bench_perplexity_from_the_command_line(bench_cli, tiny, tiny_saved, tmp_path):
-    (tmp_path / "text").write_text(TEXT * 3)
+    text = TEXT * 3 + "Größe"
+    (tmp_path / "text").write_text(text)
     flags = ("--device", "cpu", "--perplexity", tmp_path / "text", "-o", "json")
     (row,) = rows_of(bench_cli("-m", tiny, *flags, "--against", "bf16"))
     (same,) = rows_of(bench_cli("-m", tiny, *flags, "--dtype", "bf16", "--against", "bf16"))
     assert row["mean_kl"] > 0 and 0 < row["standard_error"] < row["perplexity"]
+    bits = row["tokens"] * math.log2(row["perplexity"])
+    assert row["bits_per_byte"] == pytest.approx(bits / len(text.encode()), rel=1e-3)
     about = {"model": str(tiny), "dtype": "auto", "format": "none", "kv fp8": False}
     about |= {"against": "bf16", "ctx": 512, "stride": 512}
     assert about.items() <= row.items()

@@ -205,10 +205,10 @@ def config_like(shape: tuple, context: int, **more) -> Config:
 
 
 IN_24_GB = {
-    "Llama-2-7B": ("random:7b", 4096),
     "Llama-3.1-8B": ("random:8b", 1 << 17),
     "Mistral-Nemo-12B": ((5120, 40, 32, 8, 128, 14336, 131072), 1 << 17),
-    "Llama-2-13B": ("random:13b", 4096),
+    "Mistral-Small-24B": ((5120, 40, 32, 8, 128, 32768, 131072), 1 << 17),
+    "Qwen3-32B": ((5120, 64, 64, 8, 128, 25600, 151936), 40960),
     "Qwen3-14B": ((5120, 40, 40, 8, 128, 17408, 151936), 40960),
     "Qwen3-30B-A3B-2507": ("random:Qwen3-30B-A3B", 1 << 18),
 }

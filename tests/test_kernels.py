@@ -273,7 +273,7 @@ def test_half_sums_saturate_and_do_not_hide_nan():
     ops = kernels.ops("triton", "fp16")
     x = full((T, 64), 1.0)
     rope = torch.full((T, D // 2, 2), 0.5**0.5, device=DEVICE)
-    pass_ = SimpleNamespace(k=[k], v=[v], rope=rope, norm_eps=0.0, longest=T)
+    pass_ = SimpleNamespace(k=[k], v=[v], rope=[rope], norm_eps=0.0, longest=T)
     pass_.segments = torch.tensor([[0, 0, 0, T]], dtype=torch.int32, device=DEVICE)
     pass_.place = pass_.position = torch.arange(T, dtype=torch.int32, device=DEVICE)
     wqkv = Matrix(full((3 * H * D, 64), 65504 / 64), bias=full((3 * H * D,), 65504.0))

@@ -107,6 +107,8 @@ def test_the_penalty_looks_back_its_window(window):
         assert choose_alike(logits, tokens, 12, temp=0, **settings) == expected
         assert choose_alike(logits, tokens, 12, top_k=0, temp=1e-9, **settings) == expected
         assert choose_alike(logits, tokens, 12, temp=0, repeat_last_n=window) == 3, "no penalty"
+        none = settings | dict(repeat_last_n=0)
+        assert choose_alike(logits, tokens, 12, temp=0, **none) == 3, "a window of no tokens"
         # more than are read at a time
         beyond = torch.cat((tokens, torch.full((1500,), 5, dtype=torch.int32)))
         assert choose_alike(logits, beyond, 1510, temp=0, **settings) == (3 if limited else 4)

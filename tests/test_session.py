@@ -44,6 +44,20 @@ def test_one_stop_string_needs_no_list(tiny_session):
     assert ended.text == whole[: whole.index(stop)] and ended.ended_by == "stop"
 
 
+@pytest.mark.parametrize("which", ["the model's", "the template's"])
+def test_an_answer_ends_at_either_end(tiny, which):
+    session = Session(tiny, dtype="fp32", device="cpu")
+    asked = dict(message="Once", n=12, temp=0)
+    ids = Conversation(session).answer(**asked).finish().ids
+    end = max(set(ids), key=ids.index)  # the last to appear for the first time
+    if which == "the model's":
+        session.eos = {end}
+    else:
+        session._turn_ends = ({end}, [])
+    answer = Conversation(session).answer(**asked).finish()
+    assert answer.ids == ids[: ids.index(end)] and answer.ended_by == "eos"
+
+
 @pytest.mark.parametrize("parallel", [1, 3])
 def test_texts_in_any_order(tiny, parallel):
     """Several of one session are open, read to the end or not, whoever is asked first: each is what
