@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ from passes import MOST_TEXTS, Moment, Pass, Passes, Segment, Wish
 from products import MAX_FEW
 from sampling import Sampling, mask_without
 from speculation.proposals import Chain, Proposer, agreeing
+from texts import Score, Timings, check_prompt, check_room
 
 if TYPE_CHECKING:
     from constraints import Constraint
@@ -41,33 +42,6 @@ SCORES_AT_ONCE = 1 << 22  # logits of a prompt's tokens that are in memory toget
 
 
 # ---- sequences
-
-
-@dataclass
-class Timings:
-    """Of a text, or of several added up.
-
-    What the caller does between tokens does not count: the seconds are those between asking for a
-    token and getting it or, if that is more, those that its passes took."""
-
-    prompt_tokens: int = 0  # those evaluated, without what the cache already had
-    prompt_seconds: float = 0.0
-    new_tokens: int = 0
-    steps: int = 0  # new tokens except the first of each text, whose time counts as the prompt's
-    step_seconds: float = 0.0
-    passes: int = 0  # that evaluated the text's last token, with proposals for what follows it
-    proposed: int = 0  # tokens
-    accepted: int = 0
-
-    def __add__(self, other: Timings) -> Timings:
-        return Timings(*(a + b for a, b in zip(astuple(self), astuple(other))))
-
-
-class Score(NamedTuple):
-    """The log-probability of a token, by the model's own logits: no setting changes it."""
-
-    logprob: float
-    best: list[tuple[int, float]]  # the most probable tokens at this place, and theirs
 
 
 class Sequence:
@@ -241,7 +215,7 @@ class Engine:
 
     def add(self, sequence: Sequence) -> None:
         """Begin a text as soon as there is a slot."""
-        self.passes.check_room(len(sequence.prompt))
+        check_room(len(sequence.prompt), self.size)
         self.waiting.append(sequence)
 
     def leave(self, sequence: Sequence) -> None:
@@ -640,10 +614,10 @@ def generate(
 
     engine: by default a new one; what the prompt has in common with an earlier text of it is not
     evaluated again. sampling: by default the model's. eos: by default the config's. progress: called
-    with the number of tokens of the prompt that are done, and the total. Raises what Llama.check
-    does, ContextFull if the prompt is longer than the context, RuntimeError if the logits are not
+    with the number of tokens of the prompt that are done, and the total. Raises what
+    check_prompt does, ContextFull if the prompt is longer than the context, RuntimeError if the logits are not
     finite."""
-    model.check(prompt)
+    check_prompt(prompt, model.config.vocab_size)
     engine = engine or Engine(model)
     new: deque[int] = deque()
 

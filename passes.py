@@ -21,6 +21,7 @@ from launch import Scratch, captured
 from model import Llama, rope_table
 from products import MAX_FEW
 from sampling import Sampler, Sampling, Switches, mask_without
+from texts import check_room
 
 # How many tokens of a prompt are evaluated at once: enough to be compute-bound, with little
 # workspace
@@ -36,10 +37,6 @@ TEXTS = (1, 2, 4, 8, 16, 32, 64)  # numbers of texts that are captured; others a
 MOST_TEXTS = TEXTS[-1]
 AHEAD = 2  # positions behind the last of a sequence that a pass launched ahead may write
 SPARE = 16  # places that padding writes: as many as a padded segment may have rows
-
-
-class ContextFull(ValueError):
-    """There are more tokens than the context holds."""
 
 
 # ---- the cache
@@ -231,12 +228,6 @@ class Passes:
         self._passes: dict[tuple[int, int, bool], Pass] = {}
         self._pool: tuple[int, int] | None = None  # memory that all graphs share
 
-    def check_room(self, count: int) -> None:
-        """Raise ContextFull if a text of so many tokens does not fit."""
-        if count > self.size:
-            holds = f"the context holds {self.size} (ctx_size)"
-            raise ContextFull(f"the text has {count} tokens; {holds}")
-
     def of(self, T: int, N: int, one_row: bool = False) -> Pass:
         """The pass of T tokens of N sequences."""
         key = (T, N, one_row)
@@ -356,7 +347,7 @@ class Passes:
     def prefill(self, ids: list[int], start: int = 0, first: int = 0) -> Tensor:
         """Evaluate tokens of a sequence, chunk by chunk; see evaluate_prompt. Returns the logits of the
         last one, float32 [V]."""
-        self.check_room(start + len(ids))
+        check_room(start + len(ids), self.size)
         done = 0
         while done < len(ids):
             count = self.chunk(len(ids) - done)
@@ -367,7 +358,7 @@ class Passes:
     @torch.inference_mode()
     def forward(self, ids: list[int], start: int = 0, first: int = 0) -> Tensor:
         """The same for T tokens at once. Returns the logits of all of them, float32 [T, V]."""
-        self.check_room(start + len(ids))
+        check_room(start + len(ids), self.size)
         V = self.model.config.vocab_size
         logits = torch.empty(len(ids), V, device=self.model.device)
         pass_ = Pass(self.model, self.cache, len(ids), 1, False, logits)

@@ -523,16 +523,16 @@ MUTANTS = [
         "safetensors_equal and GPTQ",
     ),
     Mutant(
-        "session.py", "strip_space = prompt.leaves_space", "strip_space = False", "serve_messages"
+        "prompts.py", "strip_space = prompt.leaves_space", "strip_space = False", "serve_messages"
     ),
     Mutant(
-        "session.py",
+        "prompts.py",
         "encode(text, parse_special=True) or first",
         "encode(text) or first",
         "a_prompt_with_a_bos",
     ),
     Mutant(
-        "session.py",
+        "prompts.py",
         "if answer.lacks_text:",
         'if answer.ended_by == "stop":',
         "closed_answer",
@@ -603,13 +603,13 @@ MUTANTS = [
         "a_batch",
     ),
     Mutant(
-        "session.py",
+        "texts.py",
         "    def __del__(self) -> None:\n        self.close()",
         "    def __del__(self) -> None:\n        pass",
         "forgotten_text_ends",
     ),
     Mutant(
-        "session.py",
+        "prompts.py",
         "            if answer.lacks_text:",
         "            if False:",
         "stopped_answer",
@@ -820,7 +820,7 @@ MUTANTS = [
         "comes_before",
     ),
     Mutant(
-        "session.py",
+        "prompts.py",
         "texts = []  # it says",
         "pass  # it says",
         "what_the_text_has_to_be",

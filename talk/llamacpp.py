@@ -11,8 +11,9 @@ from pydantic_core import to_json
 from talk.openai import CompletionRequest, GenerationRequest, Strict, event, timings
 from talk.tools import Answer
 
-if TYPE_CHECKING:  # it imports torch
-    from session import Generation, Session
+if TYPE_CHECKING:
+    from prompts import Writer
+    from texts import Generation
 
 # Of fill-in-the-middle: what begins the text before, the text after, and the text between, by the
 # names that these have in vocabularies
@@ -31,13 +32,13 @@ class LlamaCppRequest(GenerationRequest):
 
     id_begins = whole_object = chunk_object = ""  # answers have none
 
-    def _object(self, answers: Iterable[Answer], head: dict, session: Session) -> Iterator[bytes]:
+    def _object(self, answers: Iterable[Answer], head: dict, session: Writer) -> Iterator[bytes]:
         for answer in answers:
             for _ in answer:
                 yield b""
             yield to_json(last(answer.text, head) | {"content": answer.said("text")})
 
-    def _events(self, answers: Iterable[Answer], head: dict, session: Session) -> Iterator[bytes]:
+    def _events(self, answers: Iterable[Answer], head: dict, session: Writer) -> Iterator[bytes]:
         for index, answer in enumerate(answers):
             for parts, _ in answer:
                 said = {"index": index, "stop": False}
@@ -77,7 +78,7 @@ class InfillRequest(LlamaCppRequest):
     input_extra: list[Extra] = []  # other files, which come first
     prompt: str = ""  # comes after the prefix
 
-    def choice(self, session: Session, index: int, **options) -> Answer:
+    def choice(self, session: Writer, index: int, **options) -> Answer:
         tokenizer = session.tokenizer
         known = [marks for marks in FIM_MARKS if {*marks} <= tokenizer.control.keys()]
         if not known:

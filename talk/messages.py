@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 from pydantic_core import to_json
@@ -21,8 +21,8 @@ from talk.openai import (
 )
 from talk.tools import Answer, Part
 
-if TYPE_CHECKING:  # it imports torch
-    from session import Session
+if TYPE_CHECKING:
+    from prompts import Writer
 
 KINDS = {"text": "text", "thought": "thinking", "call": "tool_use"}
 
@@ -133,14 +133,12 @@ class CountRequest(ModelRequest):
             messages.append(message)
         return with_one_system(messages)
 
-    def answer(self, session: Session, *_) -> Iterator[bytes]:
+    def answer(self, session: Writer, *_) -> Iterator[bytes]:
         return iter([to_json({"input_tokens": len(self._chat.prompt(session).ids)})])
 
 
 class MessagesRequest(CountRequest):
     """A request for the next message of a chat."""
-
-    writes_text: ClassVar[bool] = True
 
     max_tokens: Annotated[int, Field(ge=1, lt=INT_END)]
     stop_sequences: list[str] = []
@@ -154,7 +152,7 @@ class MessagesRequest(CountRequest):
     def is_stream(self) -> bool:
         return self.stream
 
-    def answer(self, session: Session, model: str) -> Iterator[bytes]:
+    def answer(self, session: Writer, model: str) -> Iterator[bytes]:
         answer = self._chat.choice(session, 0)
         self._texts = [answer.text]
         return self._parts(answer, Reply(model))

@@ -42,9 +42,9 @@ from talk.tools import (
     style_of,
 )
 
-if TYPE_CHECKING:  # it imports torch, which takes seconds
-    from logprobs import Logprob
-    from session import Generation, Session
+if TYPE_CHECKING:
+    from prompts import Writer
+    from texts import Generation, Logprob
     from tokenizer import Prompt
 
 # ---- errors
@@ -417,21 +417,24 @@ def in_turns(answers: list[Answer]) -> Iterator[tuple[int, tuple | None]]:
 
 
 class ModelRequest(Strict):
-    """What a client asks of the model, in the fields of a body. It is sent to the process that has
-    the model, and answers itself there."""
+    """What a client asks of the model, in the fields of a body."""
 
     is_stream: ClassVar[bool] = False  # the parts of the answer are sent as they come
-    writes_text: ClassVar[bool] = False  # it waits until there is a slot
 
-    # What `answer` asks the session for. Where it asks for several texts, it takes pieces only of those
-    # that are ready, so that no request waits for another
+    # What `answer` asks the session for. It takes pieces only of those that are ready, so that no request
+    # waits for another
     _texts: list[Generation] = PrivateAttr(default_factory=list)
 
     @property
     def texts(self) -> list[Generation]:
         return self._texts
 
-    def answer(self, session: Session, model: str) -> Iterator[bytes]:
+    @property
+    def ready(self) -> bool:
+        """Whether the next part of the answer can be written."""
+        return any(text.ready for text in self.texts) or all(text.ended for text in self.texts)
+
+    def answer(self, session: Writer, model: str) -> Iterator[bytes]:
         """The parts of the answer, which may be empty: one for each piece of a text. model: its name.
         Raises ValueError for what is the client's fault; what the iterator raises is not."""
         raise NotImplementedError
@@ -462,7 +465,6 @@ class GenerationRequest(Filters):
     """A request for a text: what its two kinds have in common. A kind says how the session is asked
     for the text, and how answers write it in JSON."""
 
-    writes_text: ClassVar[bool] = True
     id_begins: ClassVar[str]
     whole_object: ClassVar[str]  # "object" of an answer
     chunk_object: ClassVar[str]  # and of the parts of a stream
@@ -550,7 +552,7 @@ class GenerationRequest(Filters):
                 return self.response_format.json_schema.json_value
         return None
 
-    def choice(self, session: Session, index: int, **options) -> Answer:
+    def choice(self, session: Writer, index: int, **options) -> Answer:
         """One of the texts, and how it is read. options: more arguments of Session.generate. Raises
         ValueError."""
         raise NotImplementedError
@@ -564,11 +566,11 @@ class GenerationRequest(Filters):
         calls came before."""
         raise NotImplementedError
 
-    def scores(self, logprobs: Sequence[Logprob], session: Session) -> dict:
+    def scores(self, logprobs: Sequence[Logprob], session: Writer) -> dict:
         """Log-probabilities, in either."""
         raise NotImplementedError
 
-    def answer(self, session: Session, model: str) -> Iterator[bytes]:
+    def answer(self, session: Writer, model: str) -> Iterator[bytes]:
         answers = [self.choice(session, index) for index in range(self.n)]
         self._texts = [answer.text for answer in answers]
         head = {
@@ -581,7 +583,7 @@ class GenerationRequest(Filters):
             return self._events(answers, head, session)
         return self._object(answers, head, session)
 
-    def _object(self, answers: list[Answer], head: dict, session: Session) -> Iterator[bytes]:
+    def _object(self, answers: list[Answer], head: dict, session: Writer) -> Iterator[bytes]:
         for _ in in_turns(answers):
             yield b""
         choices = []
@@ -591,7 +593,7 @@ class GenerationRequest(Filters):
         numbers = {"usage": usage(self.texts), "timings": timings(self.texts)}
         yield to_json(head | {"choices": choices} | numbers)
 
-    def _events(self, answers: list[Answer], head: dict, session: Session) -> Iterator[bytes]:
+    def _events(self, answers: list[Answer], head: dict, session: Writer) -> Iterator[bytes]:
         with_usage = self.stream_options.include_usage
         if with_usage:
             head["usage"] = None  # in all events but the one that tells it
@@ -629,9 +631,7 @@ class GenerationRequest(Filters):
             events += event(head | {"choices": [], "usage": usage(self.texts)})
         yield events + b"data: [DONE]\n\n"
 
-    def _choice(
-        self, index: int, said: dict, logprobs: Sequence[Logprob], session: Session
-    ) -> dict:
+    def _choice(self, index: int, said: dict, logprobs: Sequence[Logprob], session: Writer) -> dict:
         scores = self.scores(logprobs, session) if logprobs else None
         return {"index": index, "logprobs": scores, **said}
 
@@ -679,18 +679,18 @@ class ChatCompletionRequest(GenerationRequest):
             given["enable_thinking"] = self.enable_thinking
         return given | self.chat_template_kwargs
 
-    def style(self, session: Session) -> Style | None:
+    def style(self, session: Writer) -> Style | None:
         """How the model calls tools. None if there are none, or it cannot."""
         if not self.tools or self.tool_choice == "none":
             return None
         return style_of(session.tokenizer.tool_template)
 
-    def prompt(self, session: Session) -> Prompt:
+    def prompt(self, session: Writer) -> Prompt:
         """Raises ValueError."""
         tools = self.tools if self.style(session) else None
         return session.render([m.plain() for m in self.messages], tools, self.variables())
 
-    def choice(self, session: Session, index: int, **options) -> Answer:
+    def choice(self, session: Writer, index: int, **options) -> Answer:
         prompt = self.prompt(session)
         style = self.style(session)
         forced = self.forced()
@@ -744,7 +744,7 @@ class ChatCompletionRequest(GenerationRequest):
                 return {"delta": {"reasoning_content": part.text}}
         return {"delta": {"content": part.text} if part.text else {}}
 
-    def scores(self, logprobs: Sequence[Logprob], session: Session) -> dict:
+    def scores(self, logprobs: Sequence[Logprob], session: Writer) -> dict:
         def of(id: int, value: float) -> dict:
             raw = session.tokenizer.bytes_of(id)
             return {"token": session.token_text(id), "logprob": value, "bytes": [*raw]}
@@ -767,7 +767,7 @@ class CompletionRequest(GenerationRequest):
     logprobs: Annotated[TopLogprobs | bool, must_be("from 0 to 20, or true for 1")] = False
     echo: bool = False  # the prompt comes before the text
 
-    def choice(self, session: Session, index: int, **options) -> Answer:
+    def choice(self, session: Writer, index: int, **options) -> Answer:
         best = None if self.logprobs is False else int(self.logprobs)
         options |= dict(logprobs=best, echo=self.echo, grammar=self.text_grammar())
         return Answer(session.generate(self.prompt, **self.options(index), **options))
@@ -778,7 +778,7 @@ class CompletionRequest(GenerationRequest):
     def delta(self, part: Part | None, calls: int) -> dict:
         return {"text": part.text if part else ""}
 
-    def scores(self, logprobs: Sequence[Logprob], session: Session) -> dict:
+    def scores(self, logprobs: Sequence[Logprob], session: Writer) -> dict:
         def best_of(score: Logprob) -> dict[str, float] | None:
             if score.logprob is None:
                 return None
@@ -801,14 +801,14 @@ class TokenizeRequest(ModelRequest):
     parse_special: bool = True
     with_pieces: bool = False
 
-    def answer(self, session: Session, *_) -> Iterator[bytes]:
+    def answer(self, session: Writer, *_) -> Iterator[bytes]:
         tokens = session.tokenizer.encode(self.content, self.add_special, self.parse_special)
         if self.with_pieces:
             tokens = [{"id": id, "piece": piece_of(id, session)} for id in tokens]
         return iter([to_json({"tokens": tokens})])
 
 
-def piece_of(id: int, session: Session) -> str | list[int]:
+def piece_of(id: int, session: Writer) -> str | list[int]:
     """A token's text or, if it is not whole characters, its bytes."""
     if name := session.tokenizer.control_names.get(id):
         return name
@@ -824,7 +824,7 @@ class DetokenizeRequest(ModelRequest):
 
     tokens: list[int]
 
-    def answer(self, session: Session, *_) -> Iterator[bytes]:
+    def answer(self, session: Writer, *_) -> Iterator[bytes]:
         return iter([to_json({"content": session.tokenizer.decode(self.tokens, marks=True)})])
 
 

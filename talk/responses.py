@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import ConfigDict, PrivateAttr, model_validator
 from pydantic_core import to_json
@@ -21,8 +21,8 @@ from talk.openai import (
 )
 from talk.tools import Answer, Part
 
-if TYPE_CHECKING:  # it imports torch
-    from session import Session
+if TYPE_CHECKING:
+    from prompts import Writer
 
 
 class TextItemPart(Strict):
@@ -52,7 +52,6 @@ class ResponsesRequest(ModelRequest):
     """A request for the next message of a chat. What it does not name is a field of chats."""
 
     model_config = ConfigDict(extra="allow")
-    writes_text: ClassVar[bool] = True
 
     input: str | list[Item]
     instructions: str = ""
@@ -126,7 +125,7 @@ class ResponsesRequest(ModelRequest):
     def is_stream(self) -> bool:
         return self.stream
 
-    def answer(self, session: Session, model: str) -> Iterator[bytes]:
+    def answer(self, session: Writer, model: str) -> Iterator[bytes]:
         answer = self._chat.choice(session, 0)
         self._texts = [answer.text]
         return self._parts(answer, Response(self, model))

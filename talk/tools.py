@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from grammars import json_value, literal
 from tokenizer import THINK, THOUGHT
 
-if TYPE_CHECKING:  # it imports torch
-    from logprobs import Logprob
-    from session import Generation, Piece
+if TYPE_CHECKING:
+    from texts import Generation, Logprob, Piece
 
 
 class Call(NamedTuple):

@@ -20,7 +20,7 @@ import sampling
 from engine import Engine, Timings, generate
 from launch import captured
 from loading.checkpoint import load
-from passes import LENGTHS, MOST_TEXTS, PROMPT_CHUNK, ContextFull, Passes
+from passes import LENGTHS, MOST_TEXTS, PROMPT_CHUNK, Passes
 from sampling import Sampling, mask_without
 from speculation.proposals import Draft, Lookup
 from tests.helpers import (
@@ -44,6 +44,7 @@ from tests.helpers import (
     text_of,
     together,
 )
+from texts import ContextFull
 
 # ---- several texts
 
