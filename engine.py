@@ -399,7 +399,8 @@ class Engine:
         begun = Moment(self.model.device)
         proposals: list[list[int]] = []
         proposer = self.proposer
-        proposes = bool(proposer) and all(s.plain for s in sequences) and proposer.ready()
+        # With proposals, what is sampled is on the host alone, and scores are the device's
+        proposes = bool(proposer) and all(s.scores is None for s in sequences) and proposer.ready()
         if proposes and (chain := self._chain_of(sequences)):
             self._verify(sequences, chain)
             return
@@ -448,11 +449,15 @@ class Engine:
 
     def _chain_of(self, sequences: list[Sequence]) -> Chain | None:
         """The chain in which the device itself proposes for these texts. Returns None if the proposer
-        has none, or where the context may have no room: what the host knows of a text may be a pass
-        behind, and the device is to be another one ahead."""
+        has none, if the host has a say in what comes next, or where the context may have no room: what
+        the host knows of a text may be a pass behind, and the device is to be another one ahead."""
         count = self._proposals_each(sequences)
         longest = max(s.pos for s in sequences)
-        if count < 1 or longest + 3 * (1 + count) > self.size:
+        if (
+            count < 1
+            or longest + 3 * (1 + count) > self.size
+            or not all(s.plain for s in sequences)
+        ):
             return None
         return self.proposer.chain(self.passes.segments(len(sequences)), count)
 
@@ -495,11 +500,12 @@ class Engine:
         return min(self.proposer.n, MAX_FEW // self.passes.segments(len(sequences)) - 1)
 
     def _proposals(self, sequences: list[Sequence]) -> list[list[int]]:
-        """What may follow each text, as far as the context has room for it."""
+        """What may follow each text, as far as the context has room for it. Of a text with a constraint
+        only the next token's is known."""
         count = self._proposals_each(sequences)
         if count < 1 or any(s.pos + 1 + count >= self.size for s in sequences):
             return [[] for _ in sequences]
-        return [self.proposer.propose(s, count) for s in sequences]
+        return [self.proposer.propose(s, count) if s.plain else [] for s in sequences]
 
     def _prepare(self, pass_: Pass, sequences: list[Sequence], segments: list[Segment]) -> None:
         """Make these segments a pass's, and the settings of their sequences its sampler's."""
@@ -512,8 +518,7 @@ class Engine:
         """Sample from a pass's logits where more than tokens is asked for. Returns the scores."""
         if any(s.constraint for s in sequences):
             self._read_all_but(0)  # what was sampled last decides what may come next
-            self.passes.settle(pass_, [self._constrained(s) for s in sequences])
-            pass_.sequences = []
+            self.passes.restrict(pass_, [self._mask(s) for s in sequences])
         logprobs = None
         k = max((s.scores for s in sequences if s.scores is not None), default=None)
         if k is not None:
@@ -526,14 +531,14 @@ class Engine:
         own = logprobs.gather(1, drawn[:, None].long())[:, 0]
         return tuple(t.to("cpu", non_blocking=True) for t in (best.indices, best.values, own))
 
-    def _constrained(self, s: Sequence) -> Wish:
-        """How the next token of a text is chosen. If its constraint fails, the text ends."""
+    def _mask(self, s: Sequence) -> Tensor | None:
+        """What the next token of a text may be. If its constraint fails, the text ends."""
         if s.constraint and not s.finished:
             try:
-                return s.wish._replace(mask=s.constraint.mask())
+                return s.constraint.mask()
             except Exception as error:
                 self._fail(s, error)
-        return s.wish
+        return s.mask
 
     # What was sampled
 
@@ -628,7 +633,6 @@ def generate(
     if eos is None:
         eos = model.config.eos_ids
     sequence = Sequence(prompt, take, n, sampling or model.sampling, eos, ignore_eos, progress)
-    sequence.timings = timings or sequence.timings
     engine.add(sequence)
     try:
         while True:
@@ -639,3 +643,5 @@ def generate(
             yield new.popleft()
     finally:
         engine.leave(sequence)
+        if timings is not None:
+            timings.add(sequence.timings)

@@ -20,7 +20,7 @@ from torch import Tensor
 from launch import Scratch, captured
 from model import Llama, rope_table
 from products import MAX_FEW
-from sampling import Sampler, Sampling, Switches, mask_without
+from sampling import Sampler, Sampling, Switches, all_of
 from texts import check_room
 
 # How many tokens of a prompt are evaluated at once: enough to be compute-bound, with little
@@ -255,17 +255,24 @@ class Passes:
         """Give the rows of each segment its settings."""
         V = self.model.config.vocab_size
         rows = [wish for wish in wishes for _ in range(pass_.longest)]
-        masks = biases = None
-        if any(wish.mask is not None for wish in rows):
-            every = mask_without((), V)
-            masks = torch.stack([every if wish.mask is None else wish.mask for wish in rows])
+        biases = None
         if any(wish.bias for wish in rows):
             biases = torch.zeros(len(rows), V)
             for row, wish in zip(biases, rows):
                 for id, bias in (wish.bias or {}).items():
                     row[id] = bias
         settings = [wish.sampling for wish in rows]
-        pass_.sampler.set(settings, masks, biases, [wish.begins for wish in rows])
+        pass_.sampler.set(settings, biases, [wish.begins for wish in rows])
+        self.restrict(pass_, [wish.mask for wish in wishes])
+
+    def restrict(self, pass_: Pass, masks: list[Tensor | None]) -> None:
+        """Say of each segment which tokens its rows may draw: Wish.mask. Other settings stay."""
+        V = self.model.config.vocab_size
+        rows = None
+        if any(mask is not None for mask in masks):
+            known = [all_of(V) if mask is None else mask for mask in masks]
+            rows = torch.stack(known).repeat_interleave(pass_.longest, 0)
+        pass_.sampler.restrict(rows)
         pass_.switches = pass_.sampler.switches(V)
 
     # What a pass may do

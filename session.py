@@ -291,7 +291,7 @@ class Session(Writer):
         self, order: Order, progress: Callable[[int, int], None] | None = None
     ) -> LocalGeneration:
         constraint = None
-        if order.grammar is not None or order.min_tokens > 0:
+        if order.grammar is not None or order.min_tokens > 0 and not order.ignore_eos:
             constraint = self._constraint(order)
         stream = TextStream(self.tokenizer, order.strip_space, order.stop, order.shown)
         text = Text(stream, order.eos, constraint)
@@ -365,7 +365,7 @@ class Session(Writer):
         return text
 
     def _count(self, text: Generation) -> None:
-        self.timings += text.timings
+        self.timings.add(text.timings)
 
 
 def dtype_name(dtype: str | torch.dtype) -> str:

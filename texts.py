@@ -5,7 +5,7 @@ This needs no torch, and any of it may be sent to another process."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -76,8 +76,9 @@ class Timings:
     proposed: int = 0  # tokens
     accepted: int = 0
 
-    def __add__(self, other: Timings) -> Timings:
-        return Timings(*(a + b for a, b in zip(astuple(self), astuple(other))))
+    def add(self, other: Timings) -> None:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
 
 
 class Generation:
