@@ -55,7 +55,7 @@ from prompts import Order, Writer
 from talk import cli
 from talk.cli import open_session
 from talk.endpoints import ENDPOINTS
-from talk.openai import APIError, ModelRequest, error_body, parse_request
+from talk.openai import APIError, ModelRequest, error_body, event, parse_request
 from texts import ContextFull, Generation, Piece, Timings
 from tokenizer import Tokenizer, TokenizerFiles
 
@@ -563,7 +563,7 @@ async def bodies(part: Part | None, client: Client) -> AsyncIterator[bytes]:
     while part:
         body = part.body
         if part.status != 200:  # after a comment
-            body = client.kind.error_event(from_json(body))
+            body = event(from_json(body))
         yield body
         part = None if part.last else await next_part(client)
 

@@ -198,6 +198,16 @@ def test_serve_several_choices(server):
         [choice] = chunk["choices"]
         together[choice["index"]] += choice["text"]
     assert [*together.values()] == texts and last["usage"]["completion_tokens"] == 36
+    prompts = ["Once upon a time", "The fox", "Once upon a time"]
+    several = server.complete(prompts, **asks, n=2)
+    alone = [server.complete(prompt, **asks, n=2) for prompt in prompts]
+    expected = [choice["text"] for answer in alone for choice in answer["choices"]]
+    assert [choice["text"] for choice in several["choices"]] == expected
+    total = sum(answer["usage"]["prompt_tokens"] for answer in alone)
+    assert several["usage"]["prompt_tokens"] == total
+    ids = open_tokenizer(TALES).encode("Once upon a time")
+    [first, second] = server.complete([ids, ids], **asks)["choices"]
+    assert first["text"] == second["text"] == one["text"]
     said = server.chat(**asks, n=2)["choices"]
     assert said[0]["message"] == server.chat(**asks)["message"] != said[1]["message"]
 
@@ -352,7 +362,9 @@ WRONG_FIELDS = dict(
 WRONG_OF = {  # of one kind of request only
     CHATS: dict(logprobs=[1, "x"], top_logprobs=[21, -1, True, 1], messages=[[], "x", {}]),
     TEXTS_AT: dict(
-        logprobs=["x", 21, -1], echo=[1], prompt=[5, [], ["a", "b"], [[]], [1.5], {}, [True]]
+        logprobs=["x", 21, -1],
+        echo=[1],
+        prompt=[5, [], ["a", 1], ["a"] * 129, [[]], [1.5], {}, [True]],
     ),
 }
 
@@ -421,7 +433,7 @@ def test_serve_refuses_wrong_fields(server):
         (CHATS, {"messages": [user | {"content": [{"type": "image_url"}]}]},
          "messages[0].content: must be a string, or a list of parts of the type text: only text"),
         (CHATS, {"messages": [user | {"tool_calls": [1]}]}, "must be a list of calls of functions"),
-        (TEXTS_AT, {"prompt": ["a", "b"]}, "prompt: must be one prompt: a string, or a list of ids"),
+        (TEXTS_AT, {"prompt": ["a", 1]}, "prompt: must be a string or a list of ids, or a list of at most 128"),
         (TEXTS_AT, {"prompt": "a", "stop": 5}, "stop: must be a string, or a list of at most 1024"),
         (TEXTS_AT, {"prompt": "a", "logprobs": 21}, "logprobs: must be from 0 to 20, or true"),
     ):  # fmt: skip
