@@ -646,9 +646,15 @@ MUTANTS = [
     ),
     Mutant(
         "speculation/proposals.py",
-        "_replace(mask=self.mask)",
-        "_replace(mask=None)",
+        "        mask = self.mask\n        if wish",
+        "        mask = None\n        if wish",
         "draft_of_another_vocabulary",
+    ),
+    Mutant(
+        "speculation/proposals.py",
+        "mask[:shared] & wish.mask[:shared]",
+        "mask[:shared]",
+        "draft_of_the_same_model",
     ),
     Mutant(
         "speculation/proposals.py",
@@ -828,6 +834,8 @@ MUTANTS = [
     Mutant("talk/tools.py", 'any(end in new for end in "}]>")', '"}" in new', "read_alike"),
     Mutant("talk/tools.py", "self._space = text[end:]", 'self._space = ""', "read_alike"),
     Mutant("talk/tools.py", "strict=False)  # models", ")  # models", "read_alike"),
+    Mutant("talk/tools.py", 'char == "<"', "False", "read_alike"),
+    Mutant("talk/tools.py", "and found[1] in self.tools", "", "read_alike"),
     Mutant("talk/openai.py", "index * SEEDS_APART", "0", "several_choices"),
     Mutant("serve.py", 'if name != self.about["id"]:', "if False:", "serve_paths"),
     Mutant(
