@@ -831,7 +831,7 @@ MUTANTS = [
         "pass  # it says",
         "what_the_text_has_to_be",
     ),
-    Mutant("talk/tools.py", 'any(end in new for end in "}]>")', '"}" in new', "read_alike"),
+    Mutant("talk/tools.py", 'any(end in new for end in "}]>")', '"}" in new', "are_complete"),
     Mutant("talk/tools.py", "self._space = text[end:]", 'self._space = ""', "read_alike"),
     Mutant("talk/tools.py", "strict=False)  # models", ")  # models", "read_alike"),
     Mutant("talk/tools.py", 'char == "<"', "False", "read_alike"),

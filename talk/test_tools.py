@@ -54,6 +54,8 @@ TEXTS = [  # style, text, what is thought, what is said, the calls
     (HERMES, '<tool_call>{"name": "now"}</tool_call>', "", "", [call("now")]),
     (HERMES, '<tool_call>{"name": "write", "arguments": {"text": "a\nb"}}</tool_call>',
      "", "", [call("write", text="a\nb")]),
+    (HERMES, '<tool_call>{"arguments": {"text": "a\nb"}, "name": "write"}</tool_call>',
+     "", "", [call("write", text="a\nb")]),
     # what is no call is text
     (HERMES, '<tool_call>{"name": "Anna", "arguments": {"city": "Pa', "",
      '<tool_call>{"name": "Anna", "arguments": {"city": "Pa', []),
@@ -139,6 +141,16 @@ def test_arguments_come_as_they_are_written():
     router = Router(CODER, TOOLS)
     said = [part.text for char in text for part in router.push(char) if part.kind == "arguments"]
     assert "".join(said) == '{"text": "a", "n": 1}' and len(said) >= 3
+
+
+def test_other_calls_come_when_they_are_complete():
+    for style, text in (
+        (HERMES, '<tool_call>{"name": "f"}'), (CODER, "<function=f>\n</function>"),
+        (MISTRAL, '[TOOL_CALLS] [{"name": "f"}]'), (LLAMA, '{"parameters": {}, "name": "write"}'),
+    ):  # fmt: skip
+        router = Router(style, TOOLS)
+        kinds = [part.kind for char in text for part in router.push(char)]
+        assert kinds == ["call", "arguments", "called"], "before anything follows"
 
 
 def test_what_the_template_opens_is_thought():
