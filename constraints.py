@@ -1,5 +1,5 @@
-"""What the next tokens of a text may be: by a grammar, of which llguidance is asked, and by the
-fewest tokens of the text. llguidance is imported when a text is constrained."""
+"""What the next token of a text may be: by a grammar, of which llguidance is asked, and by the fewest
+tokens of the text."""
 
 from __future__ import annotations
 
@@ -9,71 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from grammars import checked_size
-from loading.files import one_line
+from grammars import check
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
-
-    from tokenizer import Tokenizer
-
-MOST_STATES = 50_000  # of a grammar's automaton, 2 kB each
-CACHED = 16  # compiled grammars that are kept
-
-# ---- grammars
-
-
-class Grammars:
-    """Compiles grammars for the tokens of a model."""
-
-    is_tokenizer_wrapper = True  # llguidance asks for this, and for the four that follow
-
-    def __init__(self, tokenizer: Tokenizer, size: int, eos: Collection[int]):
-        """size: of the model's vocabulary. eos: the ids that may end a text."""
-        from llguidance import LLParserLimits, LLTokenizer
-
-        self._tokenizer = tokenizer
-        self.eos_token_id = min(eos, default=0)
-        self.bos_token_id = None
-        self.tokens = [tokenizer.bytes_of(id) for id in range(size)]
-        self.special_token_ids = [id for id, text in enumerate(self.tokens) if not text]
-        names = {id: name for name, id in tokenizer.control.items()}
-        for id in self.special_token_ids:
-            self.tokens[id] = names.get(id, f"<token {id}>").encode()
-        self._tokens = LLTokenizer(self, n_vocab=size, eos_token=[*eos])
-        self._limits = LLParserLimits(max_lexer_states=MOST_STATES, verbose_errors=False)
-        self._compiled: dict[str, LLMatcher] = {}
-
-    def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.vocabulary.encode_chat(text, [], after=True)
-
-    def matcher(self, grammar: str) -> LLMatcher:
-        """A new matcher for a grammar. Raises ValueError."""
-        from llguidance import LLMatcher
-
-        checked_size(grammar)
-        compiled = self._compiled.pop(grammar, None)
-        if not compiled:
-            source = LLMatcher.grammar_from_lark(grammar)
-            compiled = LLMatcher(self._tokens, source, log_level=0, limits=self._limits)
-            check(compiled)
-            # A grammar that no text matches is refused now, not in the middle of the text
-            compiled.compute_bitmask()
-            check(compiled)
-        self._compiled[grammar] = compiled
-        if len(self._compiled) > CACHED:
-            del self._compiled[next(iter(self._compiled))]
-        return compiled.deep_copy()
-
-
-def check(matcher: LLMatcher) -> None:
-    """Raise ValueError if something is wrong with its grammar."""
-    if error := matcher.get_error():
-        first, *_ = error.splitlines()  # the others quote the grammar
-        raise ValueError(f"the grammar or JSON schema: {one_line(first)}")
-
-
-# ---- the next token
 
 
 class Constraint:

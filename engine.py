@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ from passes import MOST_TEXTS, Moment, Pass, Passes, Segment, Wish
 from products import MAX_FEW
 from sampling import Sampling, mask_without
 from speculation.proposals import Chain, Proposer, agreeing
+from texts import Score, Timings, check_prompt, check_room
 
 if TYPE_CHECKING:
     from constraints import Constraint
@@ -41,33 +42,6 @@ SCORES_AT_ONCE = 1 << 22  # logits of a prompt's tokens that are in memory toget
 
 
 # ---- sequences
-
-
-@dataclass
-class Timings:
-    """Of a text, or of several added up.
-
-    What the caller does between tokens does not count: the seconds are those between asking for a
-    token and getting it or, if that is more, those that its passes took."""
-
-    prompt_tokens: int = 0  # those evaluated, without what the cache already had
-    prompt_seconds: float = 0.0
-    new_tokens: int = 0
-    steps: int = 0  # new tokens except the first of each text, whose time counts as the prompt's
-    step_seconds: float = 0.0
-    passes: int = 0  # that evaluated the text's last token, with proposals for what follows it
-    proposed: int = 0  # tokens
-    accepted: int = 0
-
-    def __add__(self, other: Timings) -> Timings:
-        return Timings(*(a + b for a, b in zip(astuple(self), astuple(other))))
-
-
-class Score(NamedTuple):
-    """The log-probability of a token, by the model's own logits: no setting changes it."""
-
-    logprob: float
-    best: list[tuple[int, float]]  # the most probable tokens at this place, and theirs
 
 
 class Sequence:
@@ -241,7 +215,7 @@ class Engine:
 
     def add(self, sequence: Sequence) -> None:
         """Begin a text as soon as there is a slot."""
-        self.passes.check_room(len(sequence.prompt))
+        check_room(len(sequence.prompt), self.size)
         self.waiting.append(sequence)
 
     def leave(self, sequence: Sequence) -> None:
@@ -425,7 +399,8 @@ class Engine:
         begun = Moment(self.model.device)
         proposals: list[list[int]] = []
         proposer = self.proposer
-        proposes = bool(proposer) and all(s.plain for s in sequences) and proposer.ready()
+        # With proposals, what is sampled is on the host alone, and scores are the device's
+        proposes = bool(proposer) and all(s.scores is None for s in sequences) and proposer.ready()
         if proposes and (chain := self._chain_of(sequences)):
             self._verify(sequences, chain)
             return
@@ -474,11 +449,15 @@ class Engine:
 
     def _chain_of(self, sequences: list[Sequence]) -> Chain | None:
         """The chain in which the device itself proposes for these texts. Returns None if the proposer
-        has none, or where the context may have no room: what the host knows of a text may be a pass
-        behind, and the device is to be another one ahead."""
+        has none, if the host has a say in what comes next, or where the context may have no room: what
+        the host knows of a text may be a pass behind, and the device is to be another one ahead."""
         count = self._proposals_each(sequences)
         longest = max(s.pos for s in sequences)
-        if count < 1 or longest + 3 * (1 + count) > self.size:
+        if (
+            count < 1
+            or longest + 3 * (1 + count) > self.size
+            or not all(s.plain for s in sequences)
+        ):
             return None
         return self.proposer.chain(self.passes.segments(len(sequences)), count)
 
@@ -521,11 +500,12 @@ class Engine:
         return min(self.proposer.n, MAX_FEW // self.passes.segments(len(sequences)) - 1)
 
     def _proposals(self, sequences: list[Sequence]) -> list[list[int]]:
-        """What may follow each text, as far as the context has room for it."""
+        """What may follow each text, as far as the context has room for it. Of a text with a constraint
+        only the next token's is known."""
         count = self._proposals_each(sequences)
         if count < 1 or any(s.pos + 1 + count >= self.size for s in sequences):
             return [[] for _ in sequences]
-        return [self.proposer.propose(s, count) for s in sequences]
+        return [self.proposer.propose(s, count) if s.plain else [] for s in sequences]
 
     def _prepare(self, pass_: Pass, sequences: list[Sequence], segments: list[Segment]) -> None:
         """Make these segments a pass's, and the settings of their sequences its sampler's."""
@@ -538,8 +518,7 @@ class Engine:
         """Sample from a pass's logits where more than tokens is asked for. Returns the scores."""
         if any(s.constraint for s in sequences):
             self._read_all_but(0)  # what was sampled last decides what may come next
-            self.passes.settle(pass_, [self._constrained(s) for s in sequences])
-            pass_.sequences = []
+            self.passes.restrict(pass_, [self._mask(s) for s in sequences])
         logprobs = None
         k = max((s.scores for s in sequences if s.scores is not None), default=None)
         if k is not None:
@@ -552,14 +531,14 @@ class Engine:
         own = logprobs.gather(1, drawn[:, None].long())[:, 0]
         return tuple(t.to("cpu", non_blocking=True) for t in (best.indices, best.values, own))
 
-    def _constrained(self, s: Sequence) -> Wish:
-        """How the next token of a text is chosen. If its constraint fails, the text ends."""
+    def _mask(self, s: Sequence) -> Tensor | None:
+        """What the next token of a text may be. If its constraint fails, the text ends."""
         if s.constraint and not s.finished:
             try:
-                return s.wish._replace(mask=s.constraint.mask())
+                return s.constraint.mask()
             except Exception as error:
                 self._fail(s, error)
-        return s.wish
+        return s.mask
 
     # What was sampled
 
@@ -640,10 +619,10 @@ def generate(
 
     engine: by default a new one; what the prompt has in common with an earlier text of it is not
     evaluated again. sampling: by default the model's. eos: by default the config's. progress: called
-    with the number of tokens of the prompt that are done, and the total. Raises what Llama.check
-    does, ContextFull if the prompt is longer than the context, RuntimeError if the logits are not
+    with the number of tokens of the prompt that are done, and the total. Raises what
+    check_prompt does, ContextFull if the prompt is longer than the context, RuntimeError if the logits are not
     finite."""
-    model.check(prompt)
+    check_prompt(prompt, model.config.vocab_size)
     engine = engine or Engine(model)
     new: deque[int] = deque()
 
@@ -654,7 +633,6 @@ def generate(
     if eos is None:
         eos = model.config.eos_ids
     sequence = Sequence(prompt, take, n, sampling or model.sampling, eos, ignore_eos, progress)
-    sequence.timings = timings or sequence.timings
     engine.add(sequence)
     try:
         while True:
@@ -665,3 +643,5 @@ def generate(
             yield new.popleft()
     finally:
         engine.leave(sequence)
+        if timings is not None:
+            timings.add(sequence.timings)

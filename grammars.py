@@ -1,15 +1,26 @@
 """Grammars of texts, in Lark as llguidance takes it: for a JSON schema, a regular expression, some
-strings, and what llama.cpp calls a grammar.
+strings, and what llama.cpp calls a grammar; and how they are compiled for the tokens of a model.
 
-This needs no torch, and llguidance only for llama.cpp's grammars."""
+This needs no torch, and imports llguidance when a grammar is compiled."""
+
+from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from loading.files import one_line
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from tokenizer import Tokenizer
+
 MOST_CHARACTERS = 1 << 18  # of a grammar: larger ones take seconds to compile
+MOST_STATES = 50_000  # of a grammar's automaton, 2 kB each
+CACHED = 16  # compiled grammars that are kept
 # White space after commas and colons only: free white space may go on until the text is cut
 JSON_STYLE = {
     "item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "lenient": False,
@@ -102,3 +113,55 @@ def checked_size(grammar: str) -> None:
     if len(grammar) > MOST_CHARACTERS:
         has = f"it has {len(grammar):,} characters"
         raise ValueError(f"the grammar or JSON schema is too large: {has}, of {MOST_CHARACTERS:,}")
+
+
+# ---- compiling them
+
+
+class Grammars:
+    """Compiles grammars for the tokens of a model."""
+
+    is_tokenizer_wrapper = True  # llguidance asks for this, and for the four that follow
+
+    def __init__(self, tokenizer: Tokenizer, size: int, eos: Collection[int]):
+        """size: of the model's vocabulary. eos: the ids that may end a text."""
+        from llguidance import LLParserLimits, LLTokenizer
+
+        self._tokenizer = tokenizer
+        self.eos_token_id = min(eos, default=0)
+        self.bos_token_id = None
+        self.tokens = [tokenizer.bytes_of(id) for id in range(size)]
+        self.special_token_ids = [id for id, text in enumerate(self.tokens) if not text]
+        names = {id: name for name, id in tokenizer.control.items()}
+        for id in self.special_token_ids:
+            self.tokens[id] = names.get(id, f"<token {id}>").encode()
+        self._tokens = LLTokenizer(self, n_vocab=size, eos_token=[*eos])
+        self._limits = LLParserLimits(max_lexer_states=MOST_STATES, verbose_errors=False)
+        self._compiled = lru_cache(CACHED)(self._compile)
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.vocabulary.encode_chat(text, [], after=True)
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """A new matcher for a grammar. Another thread may run while it is compiled. Raises
+        ValueError."""
+        return self._compiled(grammar).deep_copy()
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        checked_size(grammar)
+        source = LLMatcher.grammar_from_lark(grammar)
+        compiled = LLMatcher(self._tokens, source, log_level=0, limits=self._limits)
+        check(compiled)
+        # A grammar that no text matches is refused now, not in the middle of the text
+        compiled.compute_bitmask()
+        check(compiled)
+        return compiled
+
+
+def check(matcher: LLMatcher) -> None:
+    """Raise ValueError if something is wrong with its grammar."""
+    if error := matcher.get_error():
+        first, *_ = error.splitlines()  # the others quote the grammar
+        raise ValueError(f"the grammar or JSON schema: {one_line(first)}")

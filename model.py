@@ -205,18 +205,6 @@ class Llama:
             fp16_sums = self.accumulate == "fp16"
             self.ops = cut_ops(self.ranks, self.ops, self.exchange, fp16_sums)
 
-    def check(self, prompt: list[int]) -> None:
-        """Raise TypeError for a prompt that is not a list of ids, ValueError if it is empty or
-        contains an id that the model does not have."""
-        if not isinstance(prompt, list) or not all(isinstance(i, int) for i in prompt):
-            how = "tokenizer.encode(text), or ids.tolist() of a tensor"
-            raise TypeError(f"a prompt is a list of ids: {how}")
-        if not prompt:
-            raise ValueError("the prompt is empty: it needs a token to start from, such as bos")
-        V = self.config.vocab_size
-        if wrong := [i for i in prompt if not 0 <= i < V]:
-            raise ValueError(f"the prompt contains the id {wrong[0]}; the model's are 0 .. {V - 1}")
-
     def forward(self, pass_: PassView, logits: Tensor) -> Tensor:
         """Evaluate a pass: T tokens of one or several sequences. Fills the logits of its rows, float32
         [R, V], and returns them."""

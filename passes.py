@@ -21,7 +21,8 @@ from torch import Tensor
 from launch import Scratch, captured
 from model import Llama, q_scales, rope_tables
 from products import MAX_FEW
-from sampling import Sampler, Sampling, Switches, mask_without
+from sampling import Sampler, Sampling, Switches, all_of
+from texts import check_room
 
 # How many tokens of a prompt are evaluated at once: enough to be compute-bound, with little
 # workspace
@@ -37,10 +38,6 @@ TEXTS = (1, 2, 4, 8, 16, 32, 64)  # numbers of texts that are captured; others a
 MOST_TEXTS = TEXTS[-1]
 AHEAD = 2  # positions behind the last of a sequence that a pass launched ahead may write
 SPARE = 16  # places that padding writes: as many as a padded segment may have rows
-
-
-class ContextFull(ValueError):
-    """There are more tokens than the context holds."""
 
 
 # ---- the cache
@@ -238,12 +235,6 @@ class Passes:
         self._passes: dict[tuple[int, int, bool], Pass] = {}
         self._pool: tuple[int, int] | None = None  # memory that all graphs share
 
-    def check_room(self, count: int) -> None:
-        """Raise ContextFull if a text of so many tokens does not fit."""
-        if count > self.size:
-            holds = f"the context holds {self.size} (ctx_size)"
-            raise ContextFull(f"the text has {count} tokens; {holds}")
-
     def of(self, T: int, N: int, one_row: bool = False) -> Pass:
         """The pass of T tokens of N sequences."""
         key = (T, N, one_row)
@@ -271,17 +262,24 @@ class Passes:
         """Give the rows of each segment its settings."""
         V = self.model.config.vocab_size
         rows = [wish for wish in wishes for _ in range(pass_.longest)]
-        masks = biases = None
-        if any(wish.mask is not None for wish in rows):
-            every = mask_without((), V)
-            masks = torch.stack([every if wish.mask is None else wish.mask for wish in rows])
+        biases = None
         if any(wish.bias for wish in rows):
             biases = torch.zeros(len(rows), V)
             for row, wish in zip(biases, rows):
                 for id, bias in (wish.bias or {}).items():
                     row[id] = bias
         settings = [wish.sampling for wish in rows]
-        pass_.sampler.set(settings, masks, biases, [wish.begins for wish in rows])
+        pass_.sampler.set(settings, biases, [wish.begins for wish in rows])
+        self.restrict(pass_, [wish.mask for wish in wishes])
+
+    def restrict(self, pass_: Pass, masks: list[Tensor | None]) -> None:
+        """Say of each segment which tokens its rows may draw: Wish.mask. Other settings stay."""
+        V = self.model.config.vocab_size
+        rows = None
+        if any(mask is not None for mask in masks):
+            known = [all_of(V) if mask is None else mask for mask in masks]
+            rows = torch.stack(known).repeat_interleave(pass_.longest, 0)
+        pass_.sampler.restrict(rows)
         pass_.switches = pass_.sampler.switches(V)
 
     # What a pass may do
@@ -363,7 +361,7 @@ class Passes:
     def prefill(self, ids: list[int], start: int = 0, first: int = 0) -> Tensor:
         """Evaluate tokens of a sequence, chunk by chunk; see evaluate_prompt. Returns the logits of the
         last one, float32 [V]."""
-        self.check_room(start + len(ids))
+        check_room(start + len(ids), self.size)
         done = 0
         while done < len(ids):
             count = self.chunk(len(ids) - done)
@@ -374,7 +372,7 @@ class Passes:
     @torch.inference_mode()
     def forward(self, ids: list[int], start: int = 0, first: int = 0) -> Tensor:
         """The same for T tokens at once. Returns the logits of all of them, float32 [T, V]."""
-        self.check_room(start + len(ids))
+        check_room(start + len(ids), self.size)
         V = self.model.config.vocab_size
         logits = torch.empty(len(ids), V, device=self.model.device)
         pass_ = Pass(self.model, self.cache, len(ids), 1, False, logits)

@@ -27,6 +27,7 @@ test_flags_that_are_not_given."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
+import functools
 import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -98,6 +99,12 @@ def mask_without(ids: Collection[int], V: int) -> Tensor:
     return (allowed << torch.arange(32, dtype=torch.int32)).sum(1, dtype=torch.int32)
 
 
+@functools.cache
+def all_of(V: int) -> Tensor:
+    """A row that forbids none."""
+    return mask_without((), V)
+
+
 class Switches(NamedTuple):
     """Which parts of sampling are on for any row. Settings with the same switches share a captured
     graph."""
@@ -133,12 +140,11 @@ class Sampler:
     def set(
         self,
         settings: list[Sampling],
-        masks: Tensor | None = None,
         biases: Tensor | None = None,
         begins: Sequence[int] = (),
     ) -> None:
         """Give the first rows these settings, and the rest neutral ones, without waiting for the
-        device. masks, biases and begins: for these rows, on the host."""
+        device. biases and begins: for these rows, on the host. All tokens may be drawn."""
         rows = len(self.settings)
         assert len(settings) <= rows, (len(settings), rows)
         self.settings = [*settings, *[GREEDY] * (rows - len(settings))]
@@ -147,8 +153,13 @@ class Sampler:
         _send(torch.tensor([s.seed for s in self.settings]), self.seeds)
         begins = [*begins, *[0] * (rows - len(begins))]
         _send(torch.tensor(begins, dtype=torch.int32), self.begins)
-        self.masks = self._rows("masks", masks, -1)
         self.biases = self._rows("biases", biases, 0)
+        self.restrict(None)
+
+    def restrict(self, masks: Tensor | None) -> None:
+        """Say which tokens the first rows may draw, without waiting for the device. masks: for these
+        rows, on the host."""
+        self.masks = self._rows("masks", masks, -1)
 
     def _rows(self, name: str, given: Tensor | None, neutral: int) -> Tensor | None:
         """A tensor for all rows, with what is given for the first ones."""

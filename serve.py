@@ -14,6 +14,7 @@ if __name__ == "__main__":  # the imports take time, and Ctrl-C needs no traceba
 import argparse
 import asyncio
 import base64
+import gc
 import hashlib
 import hmac
 import itertools
@@ -22,15 +23,18 @@ import multiprocessing
 import os
 import re
 import socket
+import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from ipaddress import ip_address
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
@@ -47,10 +51,13 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loading.hub import local_checkpoint
+from prompts import Order, Writer
 from talk import cli
 from talk.cli import open_session
 from talk.endpoints import ENDPOINTS
-from talk.openai import APIError, ModelRequest, error_body, parse_request
+from talk.openai import APIError, ModelRequest, error_body, event, parse_request
+from texts import ContextFull, Generation, Piece, Timings
+from tokenizer import Tokenizer, TokenizerFiles
 
 if TYPE_CHECKING:  # they import torch, which takes seconds
     from ranks.processes import Ranks
@@ -60,9 +67,12 @@ BODY_BYTES = 8 << 20
 QUEUE_BYTES = 4 * BODY_BYTES  # of the bodies of all requests that are not answered yet
 LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"  # origins that are always allowed
 PUBLIC = ("/", "/health", "/v1/health")  # need no key: the page has a field for it
-# Seconds between two parts of a stream. Each part takes 0.3 ms of the model's time, or more where
-# the other process has no core of its own
+# Seconds between two times that texts are sent to the other process. Each takes 0.3 ms of the model's
+# time, or more where that process has no core of its own
 PAUSE = 1 / 20
+# objects that the process without the model makes before it looks for garbage: a request may have
+# millions, and nothing else runs meanwhile
+COLLECTED_AFTER = 50_000
 SILENCE = 15  # seconds, after which a comment keeps proxies from ending a stream
 COMMENT = b": the answer is being written\n\n"
 STREAM_HEADERS = {
@@ -110,168 +120,189 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 # ---- the process that has the model
 
 
-class Sent(NamedTuple):
-    """A part of an answer, for the process that talks with clients."""
-
-    number: int  # of the request
-    body: bytes
-    status: int = 200
-    last: bool = True
-
-
 class Asked(NamedTuple):
-    """What that process passes on: a request, or that the client of one has gone."""
+    """What that process is asked for: a text, or that one ends."""
 
     number: int
-    kind: type[ModelRequest] | None  # None: the client has gone
-    body: bytes = b""
+    order: Order | None  # None: nobody wants the text any more
 
 
-class Job:
-    """A request that is being answered."""
+class News(NamedTuple):
+    """What was written of a text since the last news of it."""
 
-    def __init__(self, number: int, request: ModelRequest, parts: Iterator[bytes]):
-        self.number = number
-        self.request = request
-        self.parts = parts
-        self.stream: type[ModelRequest] | None = None  # its kind, once a part has been sent
-        self.unsent = b""
-        self.sent = 0.0  # when
-
-    @property
-    def ready(self) -> bool:
-        """Whether the next part is there without a pass."""
-        texts = self.request.texts
-        return any(text.ready for text in texts) or all(text.ended for text in texts)
-
-    def due(self) -> Sent | None:
-        """What is to be sent now of a stream."""
-        now = time.perf_counter()
-        if not (self.request.is_stream and self.unsent and now > self.sent + PAUSE):
-            return None
-        self.stream = type(self.request)
-        self.sent = now
-        part = Sent(self.number, self.unsent, last=False)
-        self.unsent = b""
-        return part
-
-    def close(self) -> None:
-        for text in self.request.texts:
-            text.close()
-
-
-def failed(number: int, error: APIError, begun: type[ModelRequest] | None = None) -> Sent:
-    """An error as the whole answer or, in a stream of this kind that has begun, as its last event."""
-    body = error_body(error)
-    body = begun.error_event(body) if begun else to_json(body)
-    return Sent(number, body, 200 if begun else error.status_code)
+    number: int
+    pieces: list[Piece]
+    cached_tokens: int
+    timings: Timings
+    ended_by: str = ""  # empty while the text goes on
+    stop: str = ""
+    error: str = ""  # why it failed
 
 
 class Desk:
-    """Answers requests beside each other, on all ranks together."""
+    """Writes the texts that clients want, on all ranks together."""
 
-    def __init__(
-        self,
-        session: Session,
-        model: str,
-        pipe: Connection | None,
-        debug: bool = False,
-        quiet: bool = True,
-    ):
-        """model: its name. pipe: to the process that talks with clients; None on all ranks but the
-        first, which alone has clients. quiet: the log does not say how fast answers were."""
+    def __init__(self, session: Session, pipe: Connection | None, debug: bool = False):
+        """pipe: to the process that talks with clients; None on all ranks but the first, which alone
+        has clients."""
         self.session = session
-        self.model = model
         self.pipe = pipe
         self.debug = debug
-        self.quiet = quiet
-        self.waiting: deque[Asked] = deque()  # in order of arrival
-        self.jobs: dict[int, Job] = {}
+        self.inbox: SimpleQueue[Asked | None] = SimpleQueue()  # None: the other process has ended
+        self.texts: dict[int, Generation] = {}
+        self.told = 0.0  # when
+
+    def receive(self) -> None:
+        """Take what clients ask for, in a thread of its own: passes go on while a grammar is compiled,
+        which is then known when its text begins."""
+        grammars = self.session.grammars  # made before a client asks
+        with suppress(EOFError, OSError):
+            while True:
+                asked = self.pipe.recv()
+                if asked.order and asked.order.grammar is not None:
+                    with suppress(ValueError):  # whoever asks for the text is told
+                        grammars.matcher(asked.order.grammar)
+                self.inbox.put(asked)
+        self.inbox.put(None)
 
     def work(self) -> None:
-        """Take what clients have asked for, send them what there is, and run a pass."""
-        for asked in self.asked():
-            if not asked.kind:
-                self.drop(asked.number)
-            elif asked.kind.writes_text:
-                self.waiting.append(asked)
-            else:
-                self.begin(asked)
-        while self.waiting and self.session.engine.has_room:
-            self.begin(self.waiting.popleft())
-        for job in [*self.jobs.values()]:
-            self.go_on(job)
-        if self.jobs:
+        """Take what clients have asked for, run a pass, and send them what there is."""
+        for number, order in self.asked():
+            if order:
+                self.begin(number, order)
+            elif text := self.texts.pop(number, None):
+                text.close()
+        if self.texts:
             self.session.engine.step()
+            self.tell()
 
     def asked(self) -> list[Asked]:
         """What clients have asked for since the last pass. Waits for it if there is nothing to do."""
         found = []
-        while self.pipe and (self.pipe.poll() or not (self.jobs or found)):
-            found.append(self.pipe.recv())
+        while self.pipe and not (self.inbox.empty() and (self.texts or found)):
+            asked = self.inbox.get()
+            if asked is None:
+                raise EOFError
+            found.append(asked)
         if not self.session.ranks.agree(bool(found)):
             return []
         return self.session.ranks.broadcast(lambda: found)
 
-    def drop(self, number: int) -> None:
-        """End a request whose client has gone."""
-        self.waiting = deque(asked for asked in self.waiting if asked.number != number)
-        if job := self.jobs.pop(number, None):
-            job.close()
-
-    def begin(self, asked: Asked) -> None:
-        number, kind, body = asked
+    def begin(self, number: int, order: Order) -> None:
         try:
-            request = parse_request(body, kind)
-            job = Job(number, request, parts_of(request, self.session, self.model))
-            for text in request.texts:
-                text.begin()
-            self.jobs[number] = job
-        except APIError as error:
-            self.send(failed(number, error))
+            text = self.session.write(order)
+            text.begin()
+            self.texts[number] = text
         except Exception as error:
-            self.send(failed(number, failure(error, self.debug)))
+            said = failure(error, self.debug).detail
+            self.send([News(number, [], 0, Timings(), "interrupt", error=said)])
 
-    def go_on(self, job: Job) -> None:
-        """Take the parts of an answer that are there, and send them if it is time."""
+    def tell(self) -> None:
+        """Send what was written, if it is time, or a text begins or ends."""
+        now = time.perf_counter()
+        ready = {number: text for number, text in self.texts.items() if text.ready}
+        urgent = any(text.finished or not text.ids for text in ready.values())
+        if ready and (urgent or now > self.told + PAUSE):
+            self.told = now
+            self.send([self.news_of(number, text) for number, text in ready.items()])
+
+    def news_of(self, number: int, text: Generation) -> News:
+        pieces = []
+        error = ended_by = ""
         try:
-            while job.ready:
-                job.unsent += next(job.parts)
-            last = job.due()
+            while text.ready:
+                pieces.append(next(text))
         except StopIteration:
-            last = Sent(job.number, job.unsent)
-            summary = job.request.summary()
-            if summary and not self.quiet:
-                cli.note(summary)
-        except APIError as error:
-            last = failed(job.number, error, job.stream)
-        except Exception as error:
-            last = failed(job.number, failure(error, self.debug), job.stream)
-        if last:
-            self.send(last)
-        if last and last.last:
-            job.close()
-            del self.jobs[job.number]
+            pass
+        except Exception as failed:
+            error = failure(failed, self.debug).detail
+        if text.ended:
+            ended_by = text.ended_by
+            del self.texts[number]
+        return News(number, pieces, text.cached_tokens, text.timings, ended_by, text.stop, error)
 
-    def send(self, part: Sent) -> None:
+    def send(self, news: list[News]) -> None:
         if self.pipe:
-            self.pipe.send(part)
+            self.pipe.send(news)
 
 
-def parts_of(request: ModelRequest, session: Session, model: str) -> Iterator[bytes]:
-    """The parts of an answer, of which nothing is evaluated yet: what fails later is not the
-    client's fault. Raises APIError for what does now, whatever it is, and on all ranks: a prompt
-    that does not fit into the context, or that the tokenizer or the chat template refuses."""
-    from passes import ContextFull
+# ---- the process that talks with clients
 
-    try:
-        return request.answer(session, model)
-    except ContextFull as error:
-        raise APIError(str(error), code="context_length_exceeded") from None
-    except ConnectionError:  # the other process has ended
-        raise
-    except Exception as error:
-        raise APIError(cli.error_line(error)) from None
+
+class RemoteGeneration(Generation):
+    """A text that the process with the model writes."""
+
+    def __init__(self, session: RemoteSession, order: Order):
+        super().__init__(len(order.prompt))
+        self.client: Client | None = None  # who wants it
+        self._session = session
+        self._order = order
+        self._number: int | None = None
+        self._pieces: deque[Piece] = deque()
+        self._last: News | None = None
+
+    @property
+    def ready(self) -> bool:
+        return not self.ended and bool(self._pieces or self._last)
+
+    def take(self, news: News) -> None:
+        self._pieces += news.pieces
+        self.cached_tokens = news.cached_tokens
+        self.timings = news.timings
+        if news.ended_by:
+            self._last = news
+
+    def _begin(self) -> None:
+        self._number = self._session.begin(self, self._order)
+
+    def _next(self) -> Piece | None:
+        if self._pieces:
+            return self._pieces.popleft()
+        if self._last.error:
+            self._at_end.clear()
+            self.close()
+            raise APIError(self._last.error, 500, "failed")
+        self.ended_by = self._last.ended_by
+        self.stop = self._last.stop
+        return None
+
+    def _leave(self) -> None:
+        self._session.leave(self._number)
+
+
+class RemoteSession(Writer):
+    """What a Session is for those who have a model: its model is in the other process."""
+
+    def __init__(self, send: Callable[[Asked], None], files: TokenizerFiles, bos_id: int, **known):
+        """files, bos_id: of the tokenizer. known: arguments of Writer."""
+        super().__init__(Tokenizer(files, known["vocab_size"], bos_id), **known)
+        self.send = send
+        self.texts: dict[int, RemoteGeneration] = {}  # those that are being written
+        self._numbers = itertools.count()
+
+    def write(
+        self, order: Order, progress: Callable[[int, int], None] | None = None
+    ) -> RemoteGeneration:
+        return RemoteGeneration(self, order)
+
+    def begin(self, text: RemoteGeneration, order: Order) -> int:
+        number = next(self._numbers)
+        self.texts[number] = text
+        self.send(Asked(number, order))
+        return number
+
+    def leave(self, number: int | None) -> None:
+        if self.texts.pop(number, None):
+            self.send(Asked(number, None))
+
+    def take(self, news: News) -> RemoteGeneration | None:
+        """Give a text its news. Returns None if nobody wants it any more."""
+        text = self.texts.get(news.number)
+        if text:
+            text.take(news)
+        if news.ended_by:
+            self.texts.pop(news.number, None)
+        return text
 
 
 def failure(error: Exception, debug: bool) -> APIError:
@@ -280,35 +311,72 @@ def failure(error: Exception, debug: bool) -> APIError:
     return APIError(cli.error_line(error), 500, "failed")
 
 
-# ---- the process that talks with clients
+class Part(NamedTuple):
+    """A part of an answer, for a client."""
+
+    body: bytes
+    status: int = 200
+    last: bool = True
 
 
 class Client:
-    """A request for the model, and what is still to be sent of the answer."""
+    """Who has sent a request, and what is still to be sent of the answer."""
 
-    def __init__(self, number: int, kind: type[ModelRequest], body: bytes):
-        """Raises APIError. The request itself, which takes ten times the body's memory, is not kept:
-        the process that has the model parses it again when its turn comes."""
-        self.number = number
-        self.is_stream = parse_request(body, kind).is_stream
-        self.asks = Asked(number, kind, body)
-        self.parts: asyncio.Queue[Sent | None] = asyncio.Queue()  # None: the client has gone
+    def __init__(self, kind: type[ModelRequest], size: int):
+        """size: bytes of the request."""
+        self.kind = kind
+        self.size = size
+        self.request: ModelRequest | None = None
+        self.answer: Iterator[bytes] = iter([])
+        self.unsent = b""
+        self.parts: asyncio.Queue[Part | None] = asyncio.Queue()  # None: the client has gone
         self.watching: asyncio.Task | None = None  # asyncio's own references are weak
+
+    def prepare(self, body: bytes, session: RemoteSession, model: str) -> None:
+        """Read the request, and make prompts for it. This may take seconds. Raises APIError for what
+        is the client's fault, whatever it is: a prompt that does not fit into the context, or that the
+        tokenizer or the chat template refuses."""
+        self.request = parse_request(body, self.kind)
+        try:
+            self.answer = self.request.answer(session, model)
+        except ContextFull as error:
+            raise APIError(str(error), code="context_length_exceeded") from None
+        except APIError:
+            raise
+        except Exception as error:
+            raise APIError(cli.error_line(error)) from None
+
+    @property
+    def texts(self) -> list[RemoteGeneration]:
+        return self.request.texts if self.request else []
+
+    def begin(self) -> None:
+        for text in self.texts:
+            text.client = self
+            text.begin()
+
+    def close(self) -> None:
+        """End what is left of the texts."""
+        for text in self.texts:
+            text.close()
 
 
 class Frontend:
-    """The HTTP application. Requests for the model go there at once; what is answered at other paths
-    never changes."""
+    """The HTTP application. What is answered at paths without a class of requests never changes."""
 
-    def __init__(self, args: argparse.Namespace, pipe: Connection, model: str, size: int):
-        """pipe: to the process that has the model. model: its name; size: of its context."""
+    def __init__(self, args: argparse.Namespace, pipe: Connection, model: str, **known):
+        """pipe: to the process that has the model. model: its name. known: arguments of
+        RemoteSession."""
         self.pipe = pipe
         self.debug = args.debug
+        self.quiet = args.quiet
         self.parallel = args.parallel
         self.queue_limit = args.queue
-        self.clients: dict[int, Client] = {}
-        self.numbers = itertools.count()
+        self.clients: set[Client] = set()  # those whose answer is not complete
         self.sender = ThreadPoolExecutor(1)  # where waiting for the model delays nobody
+        self.session = RemoteSession(self.send, **known)
+        self.session.grammars  # noqa: B018, made before a client asks
+        size = self.session.ctx_size
         cors = Middleware(
             AllowedOrigins,
             host=args.host,
@@ -374,17 +442,14 @@ class Frontend:
         await uvicorn.Server(config).serve([listener])
 
     def receive(self) -> None:
-        """Take a part of an answer from the process that has the model, with which this one ends."""
+        """Take news of texts from the process that has the model, with which this one ends."""
         try:
-            part = self.pipe.recv()
+            news = self.pipe.recv()
         except (EOFError, OSError):
             os._exit(0)
-        client = self.clients.get(part.number)
-        if client is None:  # it has gone
-            return
-        client.parts.put_nowait(part)
-        if part.last:
-            del self.clients[part.number]
+        texts = [*filter(None, map(self.session.take, news))]
+        for client in {text.client for text in texts}:
+            self.go_on(client)
 
     def send(self, asked: Asked) -> None:
         self.sender.submit(self.pipe.send, asked)
@@ -405,31 +470,66 @@ class Frontend:
 
     async def slots(self, received: Request) -> Response:
         size = self.about["context_length"]
-        busy = len(self.clients)
+        busy = len(self.session.texts)
         slots = [{"id": i, "n_ctx": size, "is_processing": i < busy} for i in range(self.parallel)]
         return JSONResponse(slots)
 
     async def answer(self, kind: type[ModelRequest], received: Request) -> ASGIApp:
         try:
-            client = Client(next(self.numbers), kind, await body_of(received))
+            body = await body_of(received)
         except ClientDisconnect:
             return Response()  # nobody reads it
+        client = Client(kind, len(body))
         self.check_room(client)
-        self.clients[client.number] = client
-        self.send(client.asks)
+        self.clients.add(client)
         client.watching = asyncio.create_task(self.watch(client, received))
-        first = await (next_part(client) if client.is_stream else client.parts.get())
+        try:
+            await asyncio.to_thread(client.prepare, body, self.session, self.about["id"])
+        except Exception:
+            self.clients.discard(client)
+            raise
+        del body
+        if client in self.clients:
+            client.begin()
+            self.go_on(client)
+        is_stream = client.request.is_stream
+        first = await (next_part(client) if is_stream else client.parts.get())
         if first is None:
+            client.close()
             return Response()
-        if client.is_stream and first.status == 200:
+        if is_stream and first.status == 200:
             response = StreamingResponse(bodies(first, client), headers=STREAM_HEADERS)
             # without starlette's own watch, whose group of tasks takes half a millisecond to begin
             return lambda scope, receive, send: response.stream_response(send)
         return Response(first.body, first.status, media_type="application/json")
 
+    def go_on(self, client: Client) -> None:
+        """Write what can be written of an answer."""
+        request = client.request
+        last = None
+        try:
+            while request.ready:
+                client.unsent += next(client.answer)
+        except StopIteration:
+            last = Part(client.unsent)
+            summary = request.summary()
+            if summary and not self.quiet:
+                cli.note(summary)
+        except Exception as error:
+            client.close()
+            if not isinstance(error, APIError):
+                error = failure(error, self.debug)
+            last = Part(to_json(error_body(error)), error.status_code)
+        if request.is_stream and client.unsent and not (last and last.status == 200):
+            client.parts.put_nowait(Part(client.unsent, last=False))
+            client.unsent = b""
+        if last:
+            self.clients.discard(client)
+            client.parts.put_nowait(last)
+
     def check_room(self, client: Client) -> None:
         """Raise APIError if a client cannot wait."""
-        size = sum(len(each.asks.body) for each in [*self.clients.values(), client])
+        size = sum(each.size for each in [*self.clients, client])
         full = ""
         if len(self.clients) >= self.parallel + self.queue_limit:
             full = f"queue of {self.queue_limit}"
@@ -442,28 +542,28 @@ class Frontend:
         """Wait until a client has its answer or has gone."""
         while (await received.receive())["type"] != "http.disconnect":
             pass
+        self.clients.discard(client)
+        client.close()
         client.parts.put_nowait(None)
-        if self.clients.pop(client.number, None):
-            self.send(Asked(client.number, None))
 
     async def failed(self, received: Request, error: Exception) -> Response:
         return await error_response(received, failure(error, self.debug))
 
 
-async def next_part(client: Client) -> Sent | None:
+async def next_part(client: Client) -> Part | None:
     """The next part of a stream, which is a comment if there is none for some time."""
     try:
         return await asyncio.wait_for(client.parts.get(), SILENCE)
     except TimeoutError:
-        return Sent(client.number, COMMENT, last=False)
+        return Part(COMMENT, last=False)
 
 
-async def bodies(part: Sent | None, client: Client) -> AsyncIterator[bytes]:
+async def bodies(part: Part | None, client: Client) -> AsyncIterator[bytes]:
     """What is in a part and in those that follow it, to the last one or until the client goes."""
     while part:
         body = part.body
         if part.status != 200:  # after a comment
-            body = client.asks.kind.error_event(from_json(body))
+            body = event(from_json(body))
         yield body
         part = None if part.last else await next_part(client)
 
@@ -594,7 +694,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def start_frontend(args: argparse.Namespace) -> Connection:
     """Start the process that talks with clients, and return the pipe to it. It begins when it is
-    sent the model's name and its context's size. Raises OSError."""
+    sent the arguments of Frontend. Raises OSError."""
     listener = listen(args.host, args.port)
     args.port = listener.getsockname()[1]
     ours, theirs = multiprocessing.Pipe()
@@ -604,10 +704,21 @@ def start_frontend(args: argparse.Namespace) -> Connection:
         return ours
     os.setsid()  # Ctrl-C is for the process that has the model
     ours.close()
+    keep_stderr()
     with suppress(EOFError):  # that process has failed to load the model
-        front = Frontend(args, theirs, *theirs.recv())
+        front = Frontend(args, theirs, **theirs.recv())
+        gc.freeze()
+        gc.set_threshold(COLLECTED_AFTER)
         asyncio.run(front.run(listener, not args.quiet))
     os._exit(1)
+
+
+def keep_stderr() -> None:
+    """Keep stderr for this program. tokenizer.py lets what libraries write there go nowhere as long as
+    it asks them, which would be what other threads write as well."""
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    cli.use_safe_streams()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 # ---- the program
@@ -616,8 +727,6 @@ def start_frontend(args: argparse.Namespace) -> Connection:
 def warm_up(session: Session, parallel: int) -> None:
     """Write as many texts at once as there may be, and fewer before, so that what a first text compiles
     and captures is ready when a client asks."""
-    from passes import ContextFull
-
     count = parallel if session.model.uses_graphs else 1
     with suppress(ContextFull):  # of one token
         session.batch(["a"] * count, n=2 * count)
@@ -637,6 +746,21 @@ def model_name(model: str, alias: str | None) -> str:
     return name
 
 
+def known_of(session: Session, args: argparse.Namespace) -> dict:
+    """What the process that talks with clients has to know of a model: arguments of Frontend."""
+    checkpoint = session.model.checkpoint
+    return dict(
+        model=model_name(args.model, args.alias),
+        files=checkpoint.tokenizer_files(args.chat_template),
+        bos_id=checkpoint.config.bos_id,
+        vocab_size=session.vocab_size,
+        eos=session.eos,
+        sampling=session.sampling,
+        ctx_size=session.ctx_size,
+        parallel=args.parallel,
+    )
+
+
 def work(pipe: Connection | None, args: argparse.Namespace, ranks: Ranks) -> int:
     from loading.place import pick_device
 
@@ -644,8 +768,11 @@ def work(pipe: Connection | None, args: argparse.Namespace, ranks: Ranks) -> int
     session = open_session(args, ranks)
     with suppress(ValueError):  # whoever asks for a chat is told that the template fails
         session.turn_ends()
+    desk = Desk(session, pipe, args.debug)
+    if pipe:
+        pipe.send(known_of(session, args))
+        Thread(target=desk.receive, daemon=True).start()
     warm_up(session, args.parallel)
-    model = model_name(args.model, args.alias)
     if not args.quiet:
         host = f"[{args.host}]" if ":" in args.host else args.host
         cli.note(f"model     {session.model.checkpoint.folder}")
@@ -655,9 +782,6 @@ def work(pipe: Connection | None, args: argparse.Namespace, ranks: Ranks) -> int
         )
         cli.note(f"serving   http://{host}:{args.port}/v1 (Ctrl-C ends it)")
     try:
-        if pipe:
-            pipe.send((model, session.ctx_size))
-        desk = Desk(session, model, pipe, args.debug, args.quiet)
         while True:
             desk.work()
     except (EOFError, ConnectionError):

@@ -11,47 +11,31 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 from weakref import ref
 
 import torch
 from tqdm import tqdm
 
-from constraints import Constraint, Grammars
-from engine import Engine, Score, Sequence, Timings
-from grammars import json_grammar
+from constraints import Constraint
+from engine import Engine, Sequence
 from loading.checkpoint import Checkpoint, load, open_checkpoint
 from loading.place import DTYPES
-from logprobs import Logprob, PromptScores
 from passes import Passes
+from prompts import Message, Order, Writer
 from ranks.processes import Ranks
 from sampling import Sampling
 from settings import SETTINGS, Options
 from speculation.head_file import HeadFile, find_head
 from speculation.heads import Head
 from speculation.proposals import Draft, Lookup
-from tokenizer import THINK, THOUGHT, Prompt, TextStream, Tokenizer
-
-# its "role" and its "content"; beside these, what else chat templates know: "tool_calls",
-# "reasoning_content"
-Message = dict
+from texts import Generation, Logprob, Piece, Score, Timings
+from tokenizer import Prompt, TextStream, Tokenizer
 
 # ---- what is generated
-
-
-class Piece(NamedTuple):
-    """What was generated since the piece before. There is a piece for each token, and a last one
-    with the text that was still held back."""
-
-    text: str  # empty while a character is incomplete, or while this may begin a stop string
-    ids: list[int]
-    # if asked for: of the tokens that begin in the text so far, unless an earlier piece has them
-    logprobs: list[Logprob] = []
 
 
 class Text:
@@ -66,7 +50,6 @@ class Text:
         self.eos = eos
         self.constraint = constraint
         self.pieces: deque[Piece] = deque()
-        self.lacking: deque[bool] = deque()  # whether ids go on beyond the text after each of them
         self.tokens = 0  # of the text, with an eos
         self.finished = False
         self.ended_by = ""  # "stop" or "eos", once it has ended so
@@ -102,12 +85,10 @@ class Text:
         """Let the text begin with the prompt."""
         self.length += len(prompt)
         self.pieces.append(Piece(prompt, [], logprobs))
-        self.lacking.append(False)
 
     def _add(self, text: str, ids: list[int]) -> None:
         self.length += len(text)
-        self.pieces.append(Piece(text, ids, self._due()))
-        self.lacking.append(self.stream.lacks_text)
+        self.pieces.append(Piece(text, ids, self._due(), self.stream.lacks_text))
 
     def _due(self) -> list[Logprob]:
         """The log-probabilities of tokens that begin in the text so far, each once."""
@@ -119,38 +100,71 @@ class Text:
         return due
 
 
-class Generation:
-    """The text that follows a prompt: an iterator of its pieces, which also adds them up. When it is
-    closed, or nobody has it any more, the text ends."""
+class PromptScores:
+    """Collects the scores of a prompt's tokens for a text that begins with it."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        text: str,
+        prompt: list[int],
+        done: Callable[[str, list[Logprob]], None],
+    ):
+        """text: the prompt as text. done: called with it and with the log-probabilities of all its
+        tokens."""
+        self.tokenizer = tokenizer
+        self.text = text
+        self.prompt = prompt
+        self.done = done
+        self.scores: list[Score | None] = [None]  # nothing comes before the first token
+
+    def add(self, scores: list[Score]) -> None:
+        """Take the scores of the next tokens."""
+        self.scores += scores
+        if len(self.scores) == len(self.prompt):
+            self.done(self.text, self._logprobs())
+
+    def _logprobs(self) -> list[Logprob]:
+        stream = TextStream(self.tokenizer, self.tokenizer.vocabulary.adds_space)
+        found = []
+        end = 0
+        for token, score in zip(self.prompt, self.scores):
+            begins = end + stream.held_back
+            logprob, best = score or (None, [])
+            found.append(Logprob(token, logprob, best, begins))
+            end += self._length(stream, token, end)
+        return found
+
+    def _length(self, stream: TextStream, token: int, end: int) -> int:
+        """How many characters of the text a token is. It may have a control token's name, and lack the
+        space that some tokenizers put after one."""
+        name = self.tokenizer.control_names.get(token)
+        if name and self.text.startswith(name, end):
+            return len(name)
+        piece = stream.push(token)
+        if not self.text.startswith(piece, end):
+            piece = piece.removeprefix(" ")
+        return len(piece)
+
+
+class LocalGeneration(Generation):
+    """A text that this process's engine writes."""
 
     def __init__(self, engine: Engine, sequence: Sequence, text: Text):
-        self.prompt_tokens = len(sequence.prompt)
-        self.doubles_bos = False  # the prompt has a bos of its own beside the tokenizer's
-        # How many of them were evaluated for an earlier text: 0 until the first new token
-        self.cached_tokens = 0
-        self.ids: list[int] = []  # without an eos
-        self.text = ""
-        self.logprobs: list[Logprob] = []  # if asked for
-        # Why the text ended: "eos", "stop" (a stop string), "length" (the limit), "context" (it is
-        # full), or "interrupt", which holds until another reason is known
-        self.ended_by = "interrupt"
+        super().__init__(len(sequence.prompt))
         self.timings = sequence.timings
-        self.thinks = False  # it begins within what is thought
-        self.lacks_text = False  # ids go on beyond the text
         self._engine = engine
         self._sequence = sequence
         self._text = text
-        self._begun = False
-        self.ended = False
-        self._at_end: list[Callable[[Generation], None]] = []
 
-    def __iter__(self) -> Iterator[Piece]:
-        return self
+    @property
+    def ready(self) -> bool:
+        return not self.ended and (bool(self._text.pieces) or self.finished)
 
-    def __next__(self) -> Piece:
-        if self.ended:
-            raise StopIteration
-        self.begin()
+    def _begin(self) -> None:
+        self._engine.add(self._sequence)
+
+    def _next(self) -> Piece | None:
         sequence, text = self._sequence, self._text
         try:
             seconds = self._engine.wait_for(sequence, lambda: bool(text.pieces))
@@ -163,85 +177,38 @@ class Generation:
             raise
         if not text.pieces:
             if text.finished:
-                self._end()
-                raise StopIteration
+                self._note_end()
+                return None
             text.finish()
         piece = text.pieces.popleft()
-        self.lacks_text = text.lacking.popleft()
         new = len(piece.ids)
         if text.ended_by == "eos" and not text.pieces:
             new += 1
         sequence.note_time(seconds, new)
-        self.cached_tokens = self.prompt_tokens - self.timings.prompt_tokens
-        self.text += piece.text
-        self.ids += piece.ids
-        self.logprobs += piece.logprobs
+        if sequence.slot:
+            self.cached_tokens = self.prompt_tokens - self.timings.prompt_tokens
         return piece
 
-    def begin(self) -> None:
-        """Get in line for a slot, before the first piece is asked for."""
-        if not self._begun:
-            self._begun = True
-            self._engine.add(self._sequence)
-
     @property
-    def ready(self) -> bool:
-        """Whether the next piece, or the end, is there without a pass."""
-        return not self.ended and (bool(self._text.pieces) or self._sequence.finished)
+    def finished(self) -> bool:
+        """Whether no more of it will be written."""
+        return self._sequence.finished
 
-    def finish(self) -> Generation:
-        """Generate all of the text. Returns this object."""
-        for _ in self:
-            pass
-        return self
+    def _leave(self) -> None:
+        self._engine.leave(self._sequence)
 
-    def close(self) -> None:
-        """End the text here."""
-        if not self.ended:
-            self.ended = True
-            self._engine.leave(self._sequence)
-            self._call_at_end()
-
-    def __del__(self) -> None:
-        self.close()
-
-    @property
-    def stop(self) -> str:
-        """The stop string before which the text ended; empty if it ended for another reason."""
-        return self._text.stream.stop
-
-    @property
-    def answered(self) -> bool:
-        """Whether there is a text: False if it was interrupted before the first token."""
-        return bool(self.ids) or self.ended_by != "interrupt"
-
-    def at_end(self, do: Callable[[Generation], None]) -> None:
-        """Call `do` with this object when the text ends or is interrupted, but not after an error."""
-        self._at_end.append(do)
-
-    def _end(self) -> None:
-        self.ended = True
+    def _note_end(self) -> None:
+        self.stop = self._text.stream.stop
         self.ended_by = self._text.ended_by
         if not self.ended_by:
             full = self._text.tokens != self._sequence.n
             self.ended_by = "context" if full else "length"
-        self._call_at_end()
-
-    def _call_at_end(self) -> None:
-        for do in self._at_end:
-            do(self)
-        self._at_end.clear()
 
 
 # ---- a session
 
 
-def listed(stop: str | Collection[str]) -> Collection[str]:
-    """Several strings, or one in a list."""
-    return [stop] if isinstance(stop, str) else stop
-
-
-class Session:
+class Session(Writer):
     """A loaded model with its tokenizer and the engine that writes its texts.
 
     Several texts may be open at once: asking any of them for its next piece runs a pass for all, at
@@ -278,7 +245,7 @@ class Session:
         config = checkpoint.config
         # Opened before the weights, which may take minutes, so that its errors come at once
         files = checkpoint.tokenizer_files(chat_template)
-        self.tokenizer = Tokenizer(files, config.vocab_size, config.bos_id)
+        tokenizer = Tokenizer(files, config.vocab_size, config.bos_id)
         if asked.threads:
             torch.set_num_threads(asked.threads)
         if lookup and draft:
@@ -291,15 +258,21 @@ class Session:
             head = HeadFile(folder, checkpoint.folder, config)
         elif draft:
             smaller = open_checkpoint(draft)
-            check_draft(draft, smaller, self.tokenizer, config.vocab_size)
+            check_draft(draft, smaller, tokenizer, config.vocab_size)
         self.ranks = ranks
         options |= dict(sampling=sampling, quiet=quiet, ranks=ranks)
         self.model = load(checkpoint, **options)
         if not asked.threads and self.model.device.type == "cpu" and self.model.suits_one_thread:
             torch.set_num_threads(1)
-        self.eos: set[int] = {*config.eos_ids, self.tokenizer.eos} - {-1}
         self.engine = Engine(self.model, asked.parallel)
-        self.ctx_size = self.engine.size  # positions of each text
+        super().__init__(
+            tokenizer,
+            config.vocab_size,
+            config.eos_ids,
+            self.model.sampling,  # the checkpoint's own
+            self.engine.size,
+            asked.parallel,
+        )
         if lookup:
             self.engine.proposer = Lookup(lookup)
         if head:
@@ -311,101 +284,36 @@ class Session:
             self.engine.proposer = Draft(draft_max, passes, config.vocab_size)
         if self.engine.proposer:
             self.engine.proposer.always = draft_always
-        self.sampling: Sampling = self.model.sampling  # the checkpoint's own
         self.timings = Timings()  # of all that was generated
         self.load_seconds = time.perf_counter() - start
-        # The latest prompts of chats, with their answers: of as many chats as may be in the cache
-        self._pasts: deque[Prompt] = deque(maxlen=2 * asked.parallel)
-        self._grammars: Grammars | None = None  # once one is asked for
-        self._turn_ends: tuple[set[int], list[str]] | None = None
 
-    def generate(
-        self,
-        prompt: str | list[int],
-        *,
-        n: int = -1,
-        stop: str | Collection[str] = (),
-        sampling: Sampling | None = None,
-        ignore_eos: bool = False,
-        eos: Collection[int] | None = None,
-        strip_space: bool | None = None,
-        logprobs: int | None = None,
-        echo: bool = False,
-        shown: Collection[str] = (),
-        logit_bias: Mapping[int, float] | None = None,
-        min_tokens: int = 0,
-        stop_token_ids: Collection[int] = (),
-        schema: dict | str | None = None,
-        grammar: str | None = None,
-        after: str = "",
-        progress: Callable[[int, int], None] | None = None,
-        **settings,
-    ) -> Generation:
-        """Continue a prompt, in which the names of control tokens stand for these. Nothing is
-        evaluated before the first piece is asked for.
-        There are at most n tokens; below 0 there is no limit but the context. The text ends before
-        `stop`, or the first of several such strings.
-
-        sampling: by default the session's, in which settings, such as temp=0.5, replace single
-        values. eos: the ids that end the text, by default the model's; with ignore_eos they are
-        never chosen. strip_space: leave out a space at the beginning of the text; by default if the
-        prompt is empty and the tokenizer puts one first. progress: called with the number of tokens
-        of the prompt that are done, and the total. logprobs: note the log-probability of each
-        token, and of so many of the most probable ones at its place; tokens are then decoded one by
-        one. echo: the text begins with the prompt, which is the first piece; the prompt's tokens
-        then have log-probabilities, too. shown: control tokens that the text does not leave out.
-        logit_bias: what is added to the logits of these ids. min_tokens: the text does not end with
-        an eos before. stop_token_ids: more ids that end it. schema: the text is JSON, as this JSON
-        schema says. grammar: the text is what this grammar says, in Lark. after: both hold for what
-        follows this, such as "</think>".
-
-        Raises TypeError for an unknown setting, ValueError for one out of range or for a wrong
-        prompt, and passes.ContextFull, which is a ValueError, for a prompt longer than the context.
-        The iterator raises RuntimeError if the logits are not finite."""
-        sampling = replace_settings(sampling or self.sampling, settings)
-        if strip_space is None:
-            strip_space = prompt == "" and self.tokenizer.vocabulary.adds_space
-        text = prompt
-        doubles_bos = False
-        if isinstance(prompt, str):
-            prompt = self.encode(prompt)
-            doubles_bos = prompt[:2] == [self.tokenizer.bos] * 2
-        elif echo:
-            text = self.tokenizer.decode(prompt)
-        eos = {*(self.eos if eos is None else eos), *stop_token_ids}
-        self.model.check(prompt)
-        self._check_ids([*(logit_bias or ()), *stop_token_ids])
-        if schema is not None:
-            grammar = json_grammar(schema)
+    def write(
+        self, order: Order, progress: Callable[[int, int], None] | None = None
+    ) -> LocalGeneration:
         constraint = None
-        if grammar is not None or min_tokens > 0:
-            constraint = self._constraint(eos, min_tokens, grammar, after)
-            strip_space = strip_space and grammar is None
-        self.engine.passes.check_room(len(prompt))
-        if logprobs is not None and logprobs < 0:
-            raise ValueError(f"logprobs is {logprobs}; it must be 0 or more")
-        stream = TextStream(self.tokenizer, strip_space, listed(stop), shown)
-        written = Text(stream, eos, constraint)
+        if order.grammar is not None or order.min_tokens > 0 and not order.ignore_eos:
+            constraint = self._constraint(order)
+        stream = TextStream(self.tokenizer, order.strip_space, order.stop, order.shown)
+        text = Text(stream, order.eos, constraint)
         scored = None
-        if echo and logprobs is None:
-            written.begin_with(text, [])
-        elif echo:
-            scored = PromptScores(self.tokenizer, text, prompt, written.begin_with)
+        if order.echo is not None and order.logprobs is None:
+            text.begin_with(order.echo, [])
+        elif order.echo is not None:
+            scored = PromptScores(self.tokenizer, order.echo, order.prompt, text.begin_with)
         sequence = Sequence(
-            prompt,
-            written.take,
-            n=n,
-            sampling=sampling,
-            eos=eos,
-            ignore_eos=ignore_eos,
+            order.prompt,
+            text.take,
+            n=order.n,
+            sampling=order.sampling,
+            eos=order.eos,
+            ignore_eos=order.ignore_eos,
             progress=progress,
-            bias=logit_bias,
+            bias=order.logit_bias,
             constraint=constraint,
-            scores=logprobs,
+            scores=order.logprobs,
             prompt_scores=scored and scored.add,
         )
-        generation = Generation(self.engine, sequence, written)
-        generation.doubles_bos = doubles_bos
+        generation = LocalGeneration(self.engine, sequence, text)
         generation.at_end(self._count)
         return generation
 
@@ -425,103 +333,16 @@ class Session:
             for text in texts:
                 text.close()
 
-    def _check_ids(self, ids: Collection[int]) -> None:
-        V = self.model.config.vocab_size
-        if wrong := [id for id in ids if not 0 <= id < V]:
-            raise ValueError(f"there is no token {wrong[0]}; the model's are 0 .. {V - 1}")
+    def same_everywhere(self, do: Callable) -> object:
+        return self.ranks.broadcast(do)
 
-    def _constraint(
-        self, eos: Collection[int], min_tokens: int, grammar: str | None, after: str
-    ) -> Constraint:
-        """Raises ValueError."""
-        V = self.model.config.vocab_size
+    def _constraint(self, order: Order) -> Constraint:
+        V = self.vocab_size
         matcher = None
-        if grammar is not None:
-            if self._grammars is None:
-                ends = set()
-                with suppress(ValueError):  # the template fails
-                    ends, _ = self.turn_ends()
-                self._grammars = Grammars(self.tokenizer, V, self.eos | ends)
-            matcher = self._grammars.matcher(grammar)
-        ends = [id for id in eos if 0 <= id < V]
-        return Constraint(V, ends, min_tokens, matcher, after, self.token_text)
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of a prompt, in which the names of control tokens stand for these; for an empty
-        text, an id from which the model can start. Raises ValueError for a lone surrogate."""
-        first = [i for i in (self.tokenizer.bos, self.tokenizer.eos) if i >= 0][:1]
-        return self.tokenizer.encode(text, parse_special=True) or first
-
-    def token_text(self, token: int) -> str:
-        """The text of a single token: of a control token, its name. Bytes that are no whole
-        character become U+FFFD."""
-        if name := self.tokenizer.control_names.get(token):
-            return name
-        return self.tokenizer.bytes_of(token).decode(errors="replace")
-
-    def chat(
-        self,
-        messages: list[Message] | Prompt,
-        *,
-        stop: str | Collection[str] = (),
-        shown: Collection[str] = (),
-        **options,
-    ) -> Generation:
-        """Answer messages, or what `render` made of them; if an answer comes last, continue it.
-        options: as for `generate`, which raises the same errors. The answer also ends where the
-        chat template would write something after it. What is thought is part of its text, with
-        <think> and </think> around it, of which the template may have written the first; a schema
-        or a grammar is for what follows."""
-        prompt = messages if isinstance(messages, Prompt) else self.render(messages)
-        ids, texts = self.turn_ends()
-        if options.get("grammar") is not None or options.get("schema") is not None:
-            texts = []  # it says itself where the text ends, and may hold what looks like an end
-        options |= dict(eos=self.eos | ids, stop=[*listed(stop), *texts])
-        options |= dict(shown=[THINK, THOUGHT, *shown], after=THOUGHT if prompt.thinks else "")
-        strip_space = prompt.leaves_space
-        if not prompt.continues:
-            strip_space = self.tokenizer.vocabulary.adds_space
-        options |= dict(strip_space=strip_space)
-        generation = self.generate(prompt.ids, **options)
-        generation.thinks = prompt.thinks
-        generation.at_end(partial(self._remember, prompt))
-        return generation
-
-    def render(
-        self,
-        messages: list[Message],
-        tools: list[dict] | None = None,
-        variables: dict | None = None,
-    ) -> Prompt:
-        """The text and the ids that the chat template makes of messages, up to where the model
-        answers, or goes on with the last answer. If they continue the last chat, so do the ids.
-        tools and variables: what else the template is given, such as enable_thinking.
-        With several ranks, rank 0 renders, since a template may ask for the time; the others
-        receive the prompt or the error. Raises ValueError if the template refuses the messages, or
-        leaves out a system message."""
-        last = messages[-1] if messages else {}
-        continues = last.get("role") == "assistant" and not last.get("tool_calls")
-        if continues and not last["content"].strip():
-            messages = messages[:-1]
-            continues = False
-        if not messages:
-            raise ValueError("there is no message to answer, and no text of an answer to continue")
-        given = dict(tools=tools, variables=variables)
-
-        def rendered() -> Prompt:
-            self.tokenizer.check_systems(messages, **given)
-            return self.tokenizer.chat_prompt(
-                messages, pasts=self._pasts, continues=continues, **given
-            )
-
-        return self.ranks.broadcast(rendered)
-
-    def turn_ends(self) -> tuple[set[int], list[str]]:
-        """The ids and the strings that end an answer, besides eos, according to the chat template.
-        Raises ValueError if it fails."""
-        if self._turn_ends is None:
-            self._turn_ends = self.ranks.broadcast(self.tokenizer.turn_ends)
-        return self._turn_ends
+        if order.grammar is not None:
+            matcher = self.grammars.matcher(order.grammar)
+        ends = [id for id in order.eos if 0 <= id < V]
+        return Constraint(V, ends, order.min_tokens, matcher, order.after, self.token_text)
 
     def types(self) -> str:
         """The types in which the model computes, in words: its dtype, and what is in another
@@ -544,14 +365,7 @@ class Session:
         return text
 
     def _count(self, text: Generation) -> None:
-        self.timings += text.timings
-
-    def _remember(self, prompt: Prompt, answer: Generation) -> None:
-        if answer.answered:
-            ids = answer.ids
-            if answer.lacks_text:
-                ids = self.tokenizer.encode(answer.text, bos=False)
-            self._pasts.append(replace(prompt, ids=prompt.ids + ids, answer=answer.text))
+        self.timings.add(text.timings)
 
 
 def dtype_name(dtype: str | torch.dtype) -> str:
@@ -561,15 +375,6 @@ def dtype_name(dtype: str | torch.dtype) -> str:
         if dtype in (known, str(known).removeprefix("torch.")):
             return name
     return dtype
-
-
-def replace_settings(sampling: Sampling, settings: dict[str, float]) -> Sampling:
-    """The sampling with some settings replaced. Raises TypeError for a name that is no setting,
-    ValueError for a value out of range."""
-    for name in settings:
-        if name not in SETTINGS:
-            raise TypeError(f"there is no setting {name!r}; sampling has {', '.join(SETTINGS)}")
-    return replace(sampling, **settings)
 
 
 def check_draft(name: str, draft: Checkpoint, tokenizer: Tokenizer, vocab_size: int) -> None:

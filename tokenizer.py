@@ -405,12 +405,15 @@ class TokenizerJson(Vocabulary):
 
     def _encode(self, text: str) -> tuple[list[int], list[int]]:
         with panics_are_errors("the tokenizer fails at this text"):
-            encoding = self._library.encode(text, add_special_tokens=False)
+            # alone, unlike in a batch, nothing else in this process would run meanwhile
+            [encoding] = self._library.encode_batch([text], add_special_tokens=False)
+        ids = encoding.ids
         begins = []
-        for i, (begin, end) in zip(encoding.ids, encoding.offsets):
-            if i in self._control_ids and i != self._unknown and end - begin > 1:
-                begins.append(begin)
-        return encoding.ids, begins
+        if not self._control_ids.isdisjoint(ids):
+            for i, (begin, end) in zip(ids, encoding.offsets):
+                if i in self._control_ids and i != self._unknown and end - begin > 1:
+                    begins.append(begin)
+        return ids, begins
 
 
 def replacements(decoder: dict | None) -> list[tuple[str, str]]:

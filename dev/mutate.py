@@ -528,16 +528,16 @@ MUTANTS = [
         "safetensors_equal and GPTQ",
     ),
     Mutant(
-        "session.py", "strip_space = prompt.leaves_space", "strip_space = False", "serve_messages"
+        "prompts.py", "strip_space = prompt.leaves_space", "strip_space = False", "serve_messages"
     ),
     Mutant(
-        "session.py",
+        "prompts.py",
         "encode(text, parse_special=True) or first",
         "encode(text) or first",
         "a_prompt_with_a_bos",
     ),
     Mutant(
-        "session.py",
+        "prompts.py",
         "if answer.lacks_text:",
         'if answer.ended_by == "stop":',
         "closed_answer",
@@ -608,13 +608,13 @@ MUTANTS = [
         "a_batch",
     ),
     Mutant(
-        "session.py",
+        "texts.py",
         "    def __del__(self) -> None:\n        self.close()",
         "    def __del__(self) -> None:\n        pass",
         "forgotten_text_ends",
     ),
     Mutant(
-        "session.py",
+        "prompts.py",
         "            if answer.lacks_text:",
         "            if False:",
         "stopped_answer",
@@ -651,9 +651,15 @@ MUTANTS = [
     ),
     Mutant(
         "speculation/proposals.py",
-        "_replace(mask=self.mask)",
-        "_replace(mask=None)",
+        "        mask = self.mask\n        if wish",
+        "        mask = None\n        if wish",
         "draft_of_another_vocabulary",
+    ),
+    Mutant(
+        "speculation/proposals.py",
+        "mask[:shared] & wish.mask[:shared]",
+        "mask[:shared]",
+        "draft_of_the_same_model",
     ),
     Mutant(
         "speculation/proposals.py",
@@ -825,14 +831,16 @@ MUTANTS = [
         "comes_before",
     ),
     Mutant(
-        "session.py",
+        "prompts.py",
         "texts = []  # it says",
         "pass  # it says",
         "what_the_text_has_to_be",
     ),
-    Mutant("talk/tools.py", 'any(end in new for end in "}]>")', '"}" in new', "read_alike"),
+    Mutant("talk/tools.py", 'any(end in new for end in "}]>")', '"}" in new', "are_complete"),
     Mutant("talk/tools.py", "self._space = text[end:]", 'self._space = ""', "read_alike"),
     Mutant("talk/tools.py", "strict=False)  # models", ")  # models", "read_alike"),
+    Mutant("talk/tools.py", 'char == "<"', "False", "read_alike"),
+    Mutant("talk/tools.py", "and found[1] in self.tools", "", "read_alike"),
     Mutant("talk/openai.py", "index * SEEDS_APART", "0", "several_choices"),
     Mutant("serve.py", 'if name != self.about["id"]:', "if False:", "serve_paths"),
     Mutant(
@@ -867,8 +875,8 @@ MUTANTS = [
     # a helper that reference and kernel share
     Mutant("sampling.py", "if s.repeat_last_n < 0:", "if s.repeat_last_n <= 0:", "looks_back"),
     # of a union the set that tests mostly have in the other one
-    Mutant("session.py", "eos=self.eos | ids,", "eos=ids,", "either_end"),
-    Mutant("session.py", "eos=self.eos | ids,", "eos=self.eos,", "either_end"),
+    Mutant("prompts.py", "dict(eos=self.eos | ids,", "dict(eos=ids,", "either_end"),
+    Mutant("prompts.py", "dict(eos=self.eos | ids,", "dict(eos=self.eos,", "either_end"),
     # an argument that only the function's own test gave
     Mutant(
         "bench.py", "quality(parts, len(text.encode()))", "quality(parts, len(text))", "perplexity"

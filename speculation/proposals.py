@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
 
+import torch
+from torch import Tensor
+
 from sampling import mask_without
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
     from engine import Sequence
     from passes import Pass, Passes, Wish
 
@@ -218,7 +218,16 @@ class Draft(Proposer):
         first = sequence.slot.first
         known = min(agreeing(self.known.get(first, []), ids), len(ids) - 1)
         self.known[first] = ids[:known]  # should anything interrupt this
-        wish = sequence.wish._replace(mask=self.mask)
-        guesses = self.own_passes.sample_on(ids, known, first, n, wish)
+        guesses = self.own_passes.sample_on(ids, known, first, n, self.guess_like(sequence.wish))
         self.known[first] = ids + guesses[:-1]
         return guesses
+
+    def guess_like(self, wish: Wish) -> Wish:
+        """How a proposal is chosen, to be what the model chooses: among what both know."""
+        mask = self.mask
+        if wish.mask is not None:
+            shared = min(len(mask), len(wish.mask))
+            mask = torch.cat([mask[:shared] & wish.mask[:shared], mask[shared:]])
+        V = self.own_passes.model.config.vocab_size
+        bias = {id: value for id, value in (wish.bias or {}).items() if id < V}
+        return wish._replace(mask=mask, bias=bias)

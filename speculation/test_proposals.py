@@ -149,8 +149,12 @@ def test_draft_of_the_same_model(tiny, monkeypatch):
     with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
         patch.setattr(draft.own_passes.model, "forward", reads_and_is_interrupted)
         write(second)
-    write(first)
+    plain = write(first)
     assert draft.accepted == draft.proposed and draft.passes == 24
+    banned = dict(eos=[*{*plain}][:9], ignore_eos=True)
+    text = list(generate(model, first, engine, 61, **banned))
+    assert not {*text} & {*banned["eos"]}
+    assert draft.accepted == draft.proposed and draft.passes == 36, "it proposes what is banned"
 
 
 STEP = st.tuples(st.integers(0, 4), st.lists(st.integers(3, 9), max_size=9))

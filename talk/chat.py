@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from session import Conversation, Generation, Session, replace_settings
+from prompts import replace_settings
+from session import Conversation, Generation, Session
 from settings import SETTINGS
 from talk.cli import (
     HARMLESS,

@@ -3,16 +3,23 @@ two others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pydantic_core import to_json
+from talk.openai import (
+    Account,
+    CompletionRequest,
+    GenerationRequest,
+    Strict,
+    answers_to,
+    event,
+    timings,
+)
+from talk.tools import Answer, Part
 
-from talk.openai import CompletionRequest, GenerationRequest, Strict, event, timings
-from talk.tools import Answer
-
-if TYPE_CHECKING:  # it imports torch
-    from session import Generation, Session
+if TYPE_CHECKING:
+    from prompts import Writer
+    from texts import Generation, Logprob
 
 # Of fill-in-the-middle: what begins the text before, the text after, and the text between, by the
 # names that these have in vocabularies
@@ -31,33 +38,41 @@ class LlamaCppRequest(GenerationRequest):
 
     id_begins = whole_object = chunk_object = ""  # answers have none
 
-    def _object(self, answers: Iterable[Answer], head: dict, session: Session) -> Iterator[bytes]:
-        for answer in answers:
-            for _ in answer:
-                yield b""
-            yield to_json(last(answer.text, head) | {"content": answer.said("text")})
-
-    def _events(self, answers: Iterable[Answer], head: dict, session: Session) -> Iterator[bytes]:
-        for index, answer in enumerate(answers):
-            for parts, _ in answer:
-                said = {"index": index, "stop": False}
-                yield b"".join(event(said | {"content": part.text}) for part in parts)
-            yield event(last(answer.text, head) | {"index": index})
+    def account(self, answers: list[Answer], session: Writer, model: str) -> Account:
+        return Contents(answers, model)
 
 
-def last(text: Generation, head: dict) -> dict:
-    return {
-        "content": "",
-        "stop": True,
-        "model": head["model"],
-        "tokens_predicted": len(text.ids),
-        "tokens_evaluated": text.prompt_tokens,
-        "tokens_cached": text.prompt_tokens + len(text.ids),
-        "truncated": False,
-        "stop_type": STOP_TYPES.get(text.ended_by, "none"),
-        "stopping_word": text.stop,
-        "timings": timings([text]),
-    }
+class Contents(Account):
+    """What llama.cpp tells of texts."""
+
+    def __init__(self, answers: list[Answer], model: str):
+        self.answers = answers
+        self.model = model
+
+    def add(self, index: int, parts: list[Part], logprobs: Sequence[Logprob]) -> bytes:
+        said = {"index": index, "stop": False}
+        return b"".join(event(said | {"content": part.text}) for part in parts)
+
+    def end(self, index: int) -> bytes:
+        return event(self._last(self.answers[index].text) | {"index": index})
+
+    def whole(self) -> dict | list[dict]:
+        said = [self._last(each.text) | {"content": each.said("text")} for each in self.answers]
+        return said if len(said) > 1 else said[0]
+
+    def _last(self, text: Generation) -> dict:
+        return {
+            "content": "",
+            "stop": True,
+            "model": self.model,
+            "tokens_predicted": len(text.ids),
+            "tokens_evaluated": text.prompt_tokens,
+            "tokens_cached": text.prompt_tokens + len(text.ids),
+            "truncated": False,
+            "stop_type": STOP_TYPES.get(text.ended_by, "none"),
+            "stopping_word": text.stop,
+            "timings": timings([text]),
+        }
 
 
 class LlamaCppCompletionRequest(LlamaCppRequest, CompletionRequest):
@@ -77,7 +92,7 @@ class InfillRequest(LlamaCppRequest):
     input_extra: list[Extra] = []  # other files, which come first
     prompt: str = ""  # comes after the prefix
 
-    def choice(self, session: Session, index: int, **options) -> Answer:
+    def choices(self, session: Writer) -> list[Answer]:
         tokenizer = session.tokenizer
         known = [marks for marks in FIM_MARKS if {*marks} <= tokenizer.control.keys()]
         if not known:
@@ -87,4 +102,4 @@ class InfillRequest(LlamaCppRequest):
         extra = "".join(f"{file.filename}\n{file.text}\n\n" for file in self.input_extra)
         prefix = encode(extra + self.input_prefix + self.prompt)
         ids = tokenizer.encode("") + [before, *prefix, after, *encode(self.input_suffix), between]
-        return Answer(session.generate(ids, **self.options(index), **options))
+        return answers_to(ids, self, session)

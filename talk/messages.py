@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, PrivateAttr, model_validator
-from pydantic_core import to_json
+from pydantic import Field
+from pydantic_core import from_json, to_json
 
 from talk.openai import (
     INT_END,
-    ChatCompletionRequest,
-    ModelRequest,
+    Account,
     Strict,
-    check_chat,
+    TextPart,
+    TranslatedRequest,
+    as_tool,
+    as_tool_call,
+    event,
     must_be,
+    text_of,
     with_one_system,
 )
 from talk.tools import Answer, Part
 
-if TYPE_CHECKING:  # it imports torch
-    from session import Session
+if TYPE_CHECKING:
+    from prompts import Writer
 
 KINDS = {"text": "text", "thought": "thinking", "call": "tool_use"}
 
 
-class TextBlock(Strict):
-    type: Literal["text"]
-    text: str
-
-
-Text = Annotated[str | list[TextBlock], must_be("a string, or a list of blocks of the type text")]
+Text = Annotated[str | list[TextPart], must_be("a string, or a list of blocks of the type text")]
 
 
 class Block(Strict):
@@ -67,16 +65,8 @@ class ToolChoice(Strict):
     disable_parallel_tool_use: bool = False
 
 
-def text_of(content: Text | None) -> str:
-    if isinstance(content, list):
-        return "\n".join(block.text for block in content)
-    return content or ""
-
-
-class CountRequest(ModelRequest):
-    """A request for the number of tokens of a chat. What it does not name is a field of chats."""
-
-    model_config = ConfigDict(extra="allow")
+class Conversation(TranslatedRequest):
+    """What the two kinds of requests have in common."""
 
     messages: list[Said] = Field(min_length=1)
     system: Text = ""
@@ -84,12 +74,6 @@ class CountRequest(ModelRequest):
     tool_choice: ToolChoice = ToolChoice(type="auto")
     thinking: dict = {}
     output_config: dict = {}
-    _chat: ChatCompletionRequest = PrivateAttr()
-
-    @model_validator(mode="after")
-    def _translate(self) -> CountRequest:
-        self._chat = check_chat({**(self.model_extra or {}), **self.chat_fields()})
-        return self
 
     def chat_fields(self) -> dict:
         choices = {
@@ -99,7 +83,11 @@ class CountRequest(ModelRequest):
         fields = {
             "messages": self.chat_messages(),
             # what is no function runs at Anthropic's
-            "tools": [chat_tool(tool) for tool in self.tools if tool.type == "custom"],
+            "tools": [
+                as_tool(tool.name, tool.description, tool.input_schema)
+                for tool in self.tools
+                if tool.type == "custom"
+            ],
             "tool_choice": choices.get(self.tool_choice.type, self.tool_choice.type),
             "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
         }
@@ -128,70 +116,43 @@ class CountRequest(ModelRequest):
             message = {"role": said.role, "content": "\n".join(texts)}
             if thought := "".join(block.thinking for block in blocks):
                 message["reasoning_content"] = thought
-            if calls := [chat_call(block) for block in blocks if block.type == "tool_use"]:
-                message["tool_calls"] = calls
+            calls = [block for block in blocks if block.type == "tool_use"]
+            if calls:
+                message["tool_calls"] = [as_tool_call(c.id, c.name, c.input) for c in calls]
             messages.append(message)
         return with_one_system(messages)
 
-    def answer(self, session: Session, *_) -> Iterator[bytes]:
+
+class CountRequest(Conversation):
+    """A request for the number of tokens of a chat."""
+
+    is_stream: ClassVar[bool] = False
+
+    def answer(self, session: Writer, *_) -> Iterator[bytes]:
         return iter([to_json({"input_tokens": len(self._chat.prompt(session).ids)})])
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(Conversation):
     """A request for the next message of a chat."""
-
-    writes_text: ClassVar[bool] = True
 
     max_tokens: Annotated[int, Field(ge=1, lt=INT_END)]
     stop_sequences: list[str] = []
-    stream: bool = False
 
     def chat_fields(self) -> dict:
         more = {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
         return super().chat_fields() | more
 
-    @property
-    def is_stream(self) -> bool:
-        return self.stream
-
-    def answer(self, session: Session, model: str) -> Iterator[bytes]:
-        answer = self._chat.choice(session, 0)
-        self._texts = [answer.text]
-        return self._parts(answer, Reply(model))
-
-    def _parts(self, answer: Answer, reply: Reply) -> Iterator[bytes]:
-        begun = False
-        for parts, _ in answer:
-            events = b""
-            if not begun:  # with the first token, when it is known what was cached
-                events = reply.begin(answer)
-                begun = True
-            for part in parts:
-                events += reply.add(part)
-            yield events if self.stream else b""
-        events = b"" if begun else reply.begin(answer)
-        events += reply.end(answer, self.stop_sequences)
-        yield events if self.stream else to_json(reply.message)
-
-    @staticmethod
-    def error_event(body: dict) -> bytes:
-        return event("error", **body)
+    def account(self, answers: list[Answer], session: Writer, model: str) -> Account:
+        return Reply(answers[0], model, self.stop_sequences)
 
 
-def chat_tool(tool: Tool) -> dict:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return {"type": "function", "function": function}
-
-
-def chat_call(block: Block) -> dict:
-    function = {"name": block.name, "arguments": block.input}
-    return {"id": block.id, "type": "function", "function": function}
-
-
-class Reply:
+class Reply(Account):
     """A message as it grows, and the events that tell of it."""
 
-    def __init__(self, model: str):
+    def __init__(self, answer: Answer, model: str, stops: list[str]):
+        """stops: those of the request."""
+        self.answer = answer
+        self.stops = stops
         self.message = {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
@@ -201,52 +162,77 @@ class Reply:
             "stop_reason": None,
             "stop_sequence": None,
         }
-        self._open = ""  # the type of the block that is not complete
+        self._open = ""  # the kind of the block that is not complete
 
-    def begin(self, answer: Answer) -> bytes:
-        self.message["usage"] = usage(answer)
-        return event("message_start", message=self.message) + event("ping")
+    def begin(self) -> bytes:
+        self.message["usage"] = usage(self.answer)
+        return typed_event("message_start", message=self.message) + typed_event("ping")
 
-    def add(self, part: Part) -> bytes:
+    def add(self, index: int, parts: list[Part], _) -> bytes:
+        return b"".join(map(self._add, parts))
+
+    def _add(self, part: Part) -> bytes:
         """Add a part, to the last block if it is of the same kind."""
-        kind = KINDS[part.kind]
         blocks = self.message["content"]
+        kind = KINDS.get(part.kind, self._open)
         events = b""
-        if kind != self._open or part.call:
+        if kind != self._open or part.kind == "call":
             events = self._close()
             blank = {"type": kind, kind: ""}
-            if part.call:
-                blank = {"type": kind, "id": part.text, "name": part.call.name, "input": {}}
+            if part.kind == "call":
+                blank = {"type": kind, "id": part.text, "name": part.name, "input": {}}
             if kind == "thinking":
                 blank["signature"] = ""
             blocks.append(blank)
-            events += event("content_block_start", index=len(blocks) - 1, content_block=blank)
+            place = len(blocks) - 1
+            events += typed_event("content_block_start", index=place, content_block=blank)
             self._open = kind
-        if part.call:
-            blocks[-1]["input"] = json.loads(part.call.arguments)
-            delta = {"type": "input_json_delta", "partial_json": part.call.arguments}
-        else:
-            blocks[-1][kind] += part.text
-            delta = {"type": f"{kind}_delta", kind: part.text}
-        return events + event("content_block_delta", index=len(blocks) - 1, delta=delta)
+        match part.kind:
+            case "call":
+                return events
+            case "called":
+                return self._close()
+            case "arguments":
+                delta = {"type": "input_json_delta", "partial_json": part.text}
+            case _:
+                blocks[-1][kind] += part.text
+                delta = {"type": f"{kind}_delta", kind: part.text}
+        return events + typed_event("content_block_delta", index=len(blocks) - 1, delta=delta)
 
-    def end(self, answer: Answer, stops: list[str]) -> bytes:
-        text = answer.text
+    def end(self, index: int) -> bytes:
+        text = self.answer.text
         reasons = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
-        ended = {"stop_reason": reasons[answer.finish_reason], "stop_sequence": None}
-        if ended["stop_reason"] == "end_turn" and text.stop in stops:
+        ended = {"stop_reason": reasons[self.answer.finish_reason], "stop_sequence": None}
+        if ended["stop_reason"] == "end_turn" and text.stop in self.stops:
             ended = {"stop_reason": "stop_sequence", "stop_sequence": text.stop}
         self.message |= ended
-        self.message["usage"] = usage(answer)
+        self.message["usage"] = usage(self.answer)
         events = self._close()
-        events += event("message_delta", delta=ended, usage=self.message["usage"])
-        return events + event("message_stop")
+        return events + typed_event("message_delta", delta=ended, usage=self.message["usage"])
+
+    def finish(self) -> bytes:
+        return typed_event("message_stop")
+
+    def whole(self) -> dict:
+        blocks = [each for each in self.message["content"] if each["type"] == "tool_use"]
+        for block, call in zip(blocks, self.answer.calls):
+            block["input"] = object_of(call.arguments)
+        return self.message
 
     def _close(self) -> bytes:
         if not self._open:
             return b""
         self._open = ""
-        return event("content_block_stop", index=len(self.message["content"]) - 1)
+        return typed_event("content_block_stop", index=len(self.message["content"]) - 1)
+
+
+def object_of(arguments: str) -> dict:
+    """The object that a model wrote as a call's arguments; if they are cut, what there is of it."""
+    try:
+        value = from_json(arguments, allow_partial="trailing-strings")
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def usage(answer: Answer) -> dict:
@@ -259,5 +245,5 @@ def usage(answer: Answer) -> dict:
     }
 
 
-def event(name: str, **fields) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (name.encode(), to_json({"type": name} | fields))
+def typed_event(name: str, **fields) -> bytes:
+    return event({"type": name} | fields)

@@ -15,7 +15,6 @@ from pydantic import (
     AfterValidator,
     AliasChoices,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
@@ -42,9 +41,9 @@ from talk.tools import (
     style_of,
 )
 
-if TYPE_CHECKING:  # it imports torch, which takes seconds
-    from logprobs import Logprob
-    from session import Generation, Session
+if TYPE_CHECKING:
+    from prompts import Writer
+    from texts import Generation, Logprob
     from tokenizer import Prompt
 
 # ---- errors
@@ -76,15 +75,16 @@ def error_body(error: HTTPException) -> dict:
 # ---- what answers have in common
 
 
-def usage(texts: Sequence[Generation]) -> dict:
-    """Of the choices of an answer, which have one prompt."""
-    first = texts[0]
+def usage(texts: Sequence[Generation], n: int) -> dict:
+    """Of the choices of an answer, of which n have one prompt."""
+    prompt_tokens = sum(text.prompt_tokens for text in texts[::n])
+    cached_tokens = sum(text.cached_tokens for text in texts[::n])
     completion_tokens = sum(len(text.ids) for text in texts)
     return {
-        "prompt_tokens": first.prompt_tokens,
+        "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
-        "total_tokens": first.prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": first.cached_tokens},
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
 
 
@@ -105,14 +105,40 @@ def timings(texts: Sequence[Generation]) -> dict:
     }
 
 
-def as_tool_call(part: Part) -> dict:
-    """A call as it is answered."""
-    return {"id": part.text, "type": "function", "function": part.call._asdict()}
+def as_tool_call(id: str, name: str, arguments: str | dict) -> dict:
+    """A call as it is answered and, with an object of arguments, as chat templates know it."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def event(value: dict) -> bytes:
-    """An event of a stream."""
-    return b"data: " + to_json(value) + b"\n\n"
+    """An event of a stream, which has the name of its type, if it has one."""
+    name = b"event: %s\n" % value["type"].encode() if "type" in value else b""
+    return b"%sdata: %s\n\n" % (name, to_json(value))
+
+
+class Account:
+    """How an API tells of texts as they are written: the events of a stream, and the whole answer. Choices
+    are given by their index."""
+
+    def begin(self) -> bytes:
+        """There is a first token."""
+        return b""
+
+    def add(self, index: int, parts: list[Part], logprobs: Sequence[Logprob]) -> bytes:
+        """A token of a choice."""
+        raise NotImplementedError
+
+    def end(self, index: int) -> bytes:
+        """A choice has ended."""
+        raise NotImplementedError
+
+    def finish(self) -> bytes:
+        """All have ended."""
+        return b""
+
+    def whole(self) -> dict | list[dict]:
+        """The answer, once all have ended."""
+        raise NotImplementedError
 
 
 # ---- fields of requests
@@ -175,22 +201,17 @@ def must_be(what: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-def only_prompt(value: object) -> object:
-    """The prompt in a list of one."""
-    match value:
-        case [str() | list() as prompt]:
-            return prompt
-    return value
-
-
 StopStrings = Annotated[
     str | Annotated[list[str], Field(max_length=1024)],  # each is compared at each token
     must_be("a string, or a list of at most 1024 strings"),
 ]
+MOST_PROMPTS = 128
+TokenList = Annotated[list[int], Field(min_length=1)]
 Prompts = Annotated[
-    str | Annotated[list[int], Field(min_length=1)],
-    must_be("one prompt: a string, or a list of ids"),
-    BeforeValidator(only_prompt),
+    str
+    | TokenList
+    | Annotated[list[str] | list[TokenList], Field(min_length=1, max_length=MOST_PROMPTS)],
+    must_be(f"a string or a list of ids, or a list of at most {MOST_PROMPTS} of these"),
 ]
 
 
@@ -243,6 +264,13 @@ class TextPart(Strict):
     text: str
 
 
+def text_of(content: str | list | None) -> str:
+    """The text of a message, which may be in several parts."""
+    if isinstance(content, list):
+        return "\n".join(part.text for part in content)
+    return content or ""
+
+
 class Function(Strict):
     """A function that is called."""
 
@@ -293,11 +321,8 @@ class Message(Strict):
 
     def plain(self) -> dict:
         """The message as chat templates know it."""
-        content = self.content or ""
-        if isinstance(content, list):
-            content = "\n".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
-        plain = {"role": role, "content": content}
+        plain = {"role": role, "content": text_of(self.content)}
         try:
             calls = [call.function.plain() for call in self.tool_calls or ()]
         except ValueError:
@@ -305,8 +330,7 @@ class Message(Strict):
             raise PydanticCustomError("wrong", what) from None
         if calls:
             plain["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": function}
-                for call, function in zip(self.tool_calls, calls)
+                as_tool_call(call.id, **function) for call, function in zip(self.tool_calls, calls)
             ]
         more = self.model_dump(include={"tool_call_id", "name", "reasoning_content"})
         return plain | {name: value for name, value in more.items() if value is not None}
@@ -417,21 +441,24 @@ def in_turns(answers: list[Answer]) -> Iterator[tuple[int, tuple | None]]:
 
 
 class ModelRequest(Strict):
-    """What a client asks of the model, in the fields of a body. It is sent to the process that has
-    the model, and answers itself there."""
+    """What a client asks of the model, in the fields of a body."""
 
     is_stream: ClassVar[bool] = False  # the parts of the answer are sent as they come
-    writes_text: ClassVar[bool] = False  # it waits until there is a slot
 
-    # What `answer` asks the session for. Where it asks for several texts, it takes pieces only of those
-    # that are ready, so that no request waits for another
+    # What `answer` asks the session for. It takes pieces only of those that are ready, so that no request
+    # waits for another
     _texts: list[Generation] = PrivateAttr(default_factory=list)
 
     @property
     def texts(self) -> list[Generation]:
         return self._texts
 
-    def answer(self, session: Session, model: str) -> Iterator[bytes]:
+    @property
+    def ready(self) -> bool:
+        """Whether the next part of the answer can be written."""
+        return any(text.ready for text in self.texts) or all(text.ended for text in self.texts)
+
+    def answer(self, session: Writer, model: str) -> Iterator[bytes]:
         """The parts of the answer, which may be empty: one for each piece of a text. model: its name.
         Raises ValueError for what is the client's fault; what the iterator raises is not."""
         raise NotImplementedError
@@ -447,22 +474,49 @@ class ModelRequest(Strict):
             text += "; the prompt begins with a bos of its own, after the tokenizer's"
         return text
 
-    @staticmethod
-    def error_event(body: dict) -> bytes:
-        """An error, in a stream that has begun."""
-        return event(body)
+
+class TextRequest(ModelRequest):
+    """A request for texts, whose answer comes whole or in a stream."""
+
+    stream: bool = False
+
+    @property
+    def is_stream(self) -> bool:
+        return self.stream
+
+    def choices(self, session: Writer) -> list[Answer]:
+        """The texts, and how they are read. Raises ValueError."""
+        raise NotImplementedError
+
+    def account(self, answers: list[Answer], session: Writer, model: str) -> Account:
+        """What is told of them. model: its name."""
+        raise NotImplementedError
+
+    def answer(self, session: Writer, model: str) -> Iterator[bytes]:
+        answers = self.choices(session)
+        self._texts = [answer.text for answer in answers]
+        return self._parts(answers, self.account(answers, session, model))
+
+    def _parts(self, answers: list[Answer], account: Account) -> Iterator[bytes]:
+        begin = account.begin
+        for index, new in in_turns(answers):
+            events = begin()
+            begin = bytes
+            events += account.add(index, *new) if new else account.end(index)
+            yield events if self.stream else b""
+        events = account.finish()
+        yield events if self.stream else to_json(account.whole())
 
 
 Filters = create_model(
-    "Filters", __base__=ModelRequest, **{name: _field(name, row) for name, row in FILTERS.items()}
+    "Filters", __base__=TextRequest, **{name: _field(name, row) for name, row in FILTERS.items()}
 )
 
 
 class GenerationRequest(Filters):
-    """A request for a text: what its two kinds have in common. A kind says how the session is asked
-    for the text, and how answers write it in JSON."""
+    """A request for a text: what its kinds have in common. A kind says how the session is asked for the
+    text, and how answers write it in JSON."""
 
-    writes_text: ClassVar[bool] = True
     id_begins: ClassVar[str]
     whole_object: ClassVar[str]  # "object" of an answer
     chunk_object: ClassVar[str]  # and of the parts of a stream
@@ -473,7 +527,6 @@ class GenerationRequest(Filters):
     seed: Annotated[int, AfterValidator(own_seed)] = Field(RANDOM, validate_default=True)
     stop: StopStrings = []
     ignore_eos: bool = False
-    stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     n: int = Field(1, ge=1, le=MOST_CHOICES, validation_alias=AliasChoices("n", "n_cmpl"))
     logit_bias: Biases = {}
@@ -514,10 +567,6 @@ class GenerationRequest(Filters):
             names.update(aliases.choices if aliases else [name])
         return names
 
-    @property
-    def is_stream(self) -> bool:
-        return self.stream
-
     def options(self, index: int) -> dict:
         """Arguments of Session.generate and Session.chat for one of the choices. The first has the
         request's seed, others have seeds of their own."""
@@ -550,89 +599,93 @@ class GenerationRequest(Filters):
                 return self.response_format.json_schema.json_value
         return None
 
-    def choice(self, session: Session, index: int, **options) -> Answer:
-        """One of the texts, and how it is read. options: more arguments of Session.generate. Raises
-        ValueError."""
-        raise NotImplementedError
+    def account(self, answers: list[Answer], session: Writer, model: str) -> Account:
+        return Choices(self, answers, session, model)
 
     def whole(self, answer: Answer) -> dict:
         """The whole text, in an answer."""
         raise NotImplementedError
 
-    def delta(self, part: Part | None, calls: int) -> dict:
-        """A part of the text, in a stream; None is the last one, which is empty. calls: how many
-        calls came before."""
+    def delta(self, part: Part | None, call: int) -> dict | None:
+        """A part of the text, in a stream; None is the last one, which is empty. call: the index of the
+        call that it belongs to. Returns None if nothing is said of it."""
         raise NotImplementedError
 
-    def scores(self, logprobs: Sequence[Logprob], session: Session) -> dict:
+    def scores(self, logprobs: Sequence[Logprob], session: Writer) -> dict:
         """Log-probabilities, in either."""
         raise NotImplementedError
 
-    def answer(self, session: Session, model: str) -> Iterator[bytes]:
-        answers = [self.choice(session, index) for index in range(self.n)]
-        self._texts = [answer.text for answer in answers]
-        head = {
-            "id": self.id_begins + uuid.uuid4().hex,
-            "object": self.chunk_object if self.stream else self.whole_object,
+
+class Choices(Account):
+    """What OpenAI's API tells of texts."""
+
+    def __init__(
+        self, request: GenerationRequest, answers: list[Answer], session: Writer, model: str
+    ):
+        self.request = request
+        self.answers = answers
+        self.session = session
+        self.head = {
+            "id": request.id_begins + uuid.uuid4().hex,
+            "object": request.chunk_object if request.stream else request.whole_object,
             "created": int(time.time()),
             "model": model,
         }
-        if self.stream:
-            return self._events(answers, head, session)
-        return self._object(answers, head, session)
+        self.with_usage = request.stream and request.stream_options.include_usage
+        if self.with_usage:
+            self.head["usage"] = None  # in all events but the one that tells it
+        self.calls = [-1] * len(answers)  # the index of the last one of each
+        self.left = len(answers)
 
-    def _object(self, answers: list[Answer], head: dict, session: Session) -> Iterator[bytes]:
-        for _ in in_turns(answers):
-            yield b""
-        choices = []
-        for index, answer in enumerate(answers):
-            said = self.whole(answer) | {"finish_reason": answer.finish_reason}
-            choices.append(self._choice(index, said, answer.text.logprobs, session))
-        numbers = {"usage": usage(self.texts), "timings": timings(self.texts)}
-        yield to_json(head | {"choices": choices} | numbers)
+    @property
+    def texts(self) -> list[Generation]:
+        return [answer.text for answer in self.answers]
 
-    def _events(self, answers: list[Answer], head: dict, session: Session) -> Iterator[bytes]:
-        with_usage = self.stream_options.include_usage
-        if with_usage:
-            head["usage"] = None  # in all events but the one that tells it
+    def begin(self) -> bytes:
+        first = self.request.first_delta
+        if not first:
+            return b""
+        return b"".join(self._chunk(index, first) for index in range(self.left))
 
-        def chunk(
-            index: int, said: dict, logprobs: Sequence[Logprob] = (), **more: object
-        ) -> bytes:
-            choice = self._choice(index, {"finish_reason": None} | said, logprobs, session)
-            return event(head | {"choices": [choice]} | more)
-
-        # what goes with the first text of each choice
-        begins = {}
-        if self.first_delta:
-            begins = {index: chunk(index, self.first_delta) for index in range(self.n)}
-        calls = [0] * self.n
-        left = self.n
-        for index, said in in_turns(answers):
-            events = b""
-            if said is None:
-                left -= 1
-                more = {} if left else {"timings": timings(self.texts)}
-                end = {"finish_reason": answers[index].finish_reason}
-                events = chunk(index, self.delta(None, calls[index]) | end, **more)
-            else:
-                parts, logprobs = said
-                if logprobs and not parts:
-                    parts = [Part("text", "")]
-                for part in parts:
-                    events += chunk(index, self.delta(part, calls[index]), logprobs)
-                    calls[index] += part.kind == "call"
-                    logprobs = ()
-            yield begins.pop(index, b"") + events if events else b""
+    def add(self, index: int, parts: list[Part], logprobs: Sequence[Logprob]) -> bytes:
+        if logprobs and not parts:
+            parts = [Part("text")]
         events = b""
-        if with_usage:
-            events += event(head | {"choices": [], "usage": usage(self.texts)})
-        yield events + b"data: [DONE]\n\n"
+        for part in parts:
+            self.calls[index] += part.kind == "call"
+            if said := self.request.delta(part, self.calls[index]):
+                events += self._chunk(index, said, logprobs)
+                logprobs = ()
+        return events
 
-    def _choice(
-        self, index: int, said: dict, logprobs: Sequence[Logprob], session: Session
-    ) -> dict:
-        scores = self.scores(logprobs, session) if logprobs else None
+    def end(self, index: int) -> bytes:
+        self.left -= 1
+        more = {} if self.left else {"timings": timings(self.texts)}
+        end = {"finish_reason": self.answers[index].finish_reason}
+        return self._chunk(index, self.request.delta(None, 0) | end, **more)
+
+    def finish(self) -> bytes:
+        events = b""
+        if self.with_usage:
+            events = event(self.head | {"choices": [], "usage": usage(self.texts, self.request.n)})
+        return events + b"data: [DONE]\n\n"
+
+    def whole(self) -> dict:
+        choices = []
+        for index, answer in enumerate(self.answers):
+            said = self.request.whole(answer) | {"finish_reason": answer.finish_reason}
+            choices.append(self._choice(index, said, answer.text.logprobs))
+        numbers = {"usage": usage(self.texts, self.request.n), "timings": timings(self.texts)}
+        return self.head | {"choices": choices} | numbers
+
+    def _chunk(
+        self, index: int, said: dict, logprobs: Sequence[Logprob] = (), **more: object
+    ) -> bytes:
+        choice = self._choice(index, {"finish_reason": None} | said, logprobs)
+        return event(self.head | {"choices": [choice]} | more)
+
+    def _choice(self, index: int, said: dict, logprobs: Sequence[Logprob]) -> dict:
+        scores = self.request.scores(logprobs, self.session) if logprobs else None
         return {"index": index, "logprobs": scores, **said}
 
 
@@ -679,18 +732,18 @@ class ChatCompletionRequest(GenerationRequest):
             given["enable_thinking"] = self.enable_thinking
         return given | self.chat_template_kwargs
 
-    def style(self, session: Session) -> Style | None:
+    def style(self, session: Writer) -> Style | None:
         """How the model calls tools. None if there are none, or it cannot."""
         if not self.tools or self.tool_choice == "none":
             return None
         return style_of(session.tokenizer.tool_template)
 
-    def prompt(self, session: Session) -> Prompt:
+    def prompt(self, session: Writer) -> Prompt:
         """Raises ValueError."""
         tools = self.tools if self.style(session) else None
         return session.render([m.plain() for m in self.messages], tools, self.variables())
 
-    def choice(self, session: Session, index: int, **options) -> Answer:
+    def choices(self, session: Writer) -> list[Answer]:
         prompt = self.prompt(session)
         style = self.style(session)
         forced = self.forced()
@@ -698,21 +751,23 @@ class ChatCompletionRequest(GenerationRequest):
             note_once("the chat template knows no tools: it is not told of those of requests")
             style = HERMES if forced else None
         grammar = self.text_grammar()
+        control = session.tokenizer.control
         if forced:
-            grammar = call_grammar(style, forced, session.tokenizer.control)
+            grammar = call_grammar(style, forced, control)
         elif style and is_one_rule(grammar):
-            control = session.tokenizer.control
             grammar = call_grammar(style, schemas(self.tools), control, grammar)
-        text = session.chat(
-            prompt,
-            logprobs=self.top_logprobs if self.logprobs else None,
-            shown=style.control if style else (),
-            grammar=grammar,
-            **self.options(index),
-            **options,
-        )
-        router = Router(style, schemas(self.tools), prompt.thinks)
-        return Answer(text, router, self.parallel_tool_calls)
+        answers = []
+        for index in range(self.n):
+            text = session.chat(
+                prompt,
+                logprobs=self.top_logprobs if self.logprobs else None,
+                shown=style.control if style else (),
+                grammar=grammar,
+                **self.options(index),
+            )
+            router = Router(style, schemas(self.tools), prompt.thinks)
+            answers.append(Answer(text, router, self.parallel_tool_calls))
+        return answers
 
     def forced(self) -> dict[str, dict]:
         """The tools of which one has to be called, as Router takes them."""
@@ -731,20 +786,26 @@ class ChatCompletionRequest(GenerationRequest):
             message["reasoning_content"] = thought
         if answer.calls:
             message["content"] = said or None
-            message["tool_calls"] = [as_tool_call(part) for part in answer.calls]
+            message["tool_calls"] = [as_tool_call(**vars(call)) for call in answer.calls]
         return {"message": message}
 
-    def delta(self, part: Part | None, calls: int) -> dict:
+    def delta(self, part: Part | None, call: int) -> dict | None:
         match part:
             case None:
                 return {"delta": {}}
             case Part("call"):
-                return {"delta": {"tool_calls": [{"index": calls, **as_tool_call(part)}]}}
+                begun = {"index": call, **as_tool_call(part.text, part.name, "")}
+                return {"delta": {"tool_calls": [begun]}}
+            case Part("arguments"):
+                more = {"index": call, "function": {"arguments": part.text}}
+                return {"delta": {"tool_calls": [more]}}
+            case Part("called"):
+                return None
             case Part("thought"):
                 return {"delta": {"reasoning_content": part.text}}
         return {"delta": {"content": part.text} if part.text else {}}
 
-    def scores(self, logprobs: Sequence[Logprob], session: Session) -> dict:
+    def scores(self, logprobs: Sequence[Logprob], session: Writer) -> dict:
         def of(id: int, value: float) -> dict:
             raw = session.tokenizer.bytes_of(id)
             return {"token": session.token_text(id), "logprob": value, "bytes": [*raw]}
@@ -767,18 +828,23 @@ class CompletionRequest(GenerationRequest):
     logprobs: Annotated[TopLogprobs | bool, must_be("from 0 to 20, or true for 1")] = False
     echo: bool = False  # the prompt comes before the text
 
-    def choice(self, session: Session, index: int, **options) -> Answer:
+    def choices(self, session: Writer) -> list[Answer]:
         best = None if self.logprobs is False else int(self.logprobs)
-        options |= dict(logprobs=best, echo=self.echo, grammar=self.text_grammar())
-        return Answer(session.generate(self.prompt, **self.options(index), **options))
+        options = dict(logprobs=best, echo=self.echo, grammar=self.text_grammar())
+        match self.prompt:
+            case [str() | list(), *_]:
+                prompts = self.prompt
+            case _:
+                prompts = [self.prompt]
+        return [a for each in prompts for a in answers_to(each, self, session, **options)]
 
     def whole(self, answer: Answer) -> dict:
         return {"text": answer.said("text")}
 
-    def delta(self, part: Part | None, calls: int) -> dict:
+    def delta(self, part: Part | None, call: int) -> dict:
         return {"text": part.text if part else ""}
 
-    def scores(self, logprobs: Sequence[Logprob], session: Session) -> dict:
+    def scores(self, logprobs: Sequence[Logprob], session: Writer) -> dict:
         def best_of(score: Logprob) -> dict[str, float] | None:
             if score.logprob is None:
                 return None
@@ -793,6 +859,15 @@ class CompletionRequest(GenerationRequest):
         }
 
 
+def answers_to(
+    prompt: str | list[int], request: GenerationRequest, session: Writer, **options
+) -> list[Answer]:
+    """The texts that follow a prompt, as many as the request wants. options: more arguments of
+    Writer.generate."""
+    texts = (session.generate(prompt, **request.options(i), **options) for i in range(request.n))
+    return [*map(Answer, texts)]
+
+
 class TokenizeRequest(ModelRequest):
     """llama.cpp's request for the ids of a text, with_pieces: each with its own text."""
 
@@ -801,14 +876,14 @@ class TokenizeRequest(ModelRequest):
     parse_special: bool = True
     with_pieces: bool = False
 
-    def answer(self, session: Session, *_) -> Iterator[bytes]:
+    def answer(self, session: Writer, *_) -> Iterator[bytes]:
         tokens = session.tokenizer.encode(self.content, self.add_special, self.parse_special)
         if self.with_pieces:
             tokens = [{"id": id, "piece": piece_of(id, session)} for id in tokens]
         return iter([to_json({"tokens": tokens})])
 
 
-def piece_of(id: int, session: Session) -> str | list[int]:
+def piece_of(id: int, session: Writer) -> str | list[int]:
     """A token's text or, if it is not whole characters, its bytes."""
     if name := session.tokenizer.control_names.get(id):
         return name
@@ -824,7 +899,7 @@ class DetokenizeRequest(ModelRequest):
 
     tokens: list[int]
 
-    def answer(self, session: Session, *_) -> Iterator[bytes]:
+    def answer(self, session: Writer, *_) -> Iterator[bytes]:
         return iter([to_json({"content": session.tokenizer.decode(self.tokens, marks=True)})])
 
 
@@ -869,11 +944,32 @@ def with_one_system(messages: list[dict]) -> list[dict]:
     return settled
 
 
-def check_chat(fields: dict) -> ChatCompletionRequest:
-    """The chat into which another kind of request was translated; None means absent. Raises
-    APIError."""
-    given = {name: value for name, value in fields.items() if value is not None}
-    return checked(given, ChatCompletionRequest)
+class TranslatedRequest(TextRequest):
+    """A request in the words of another API, as a chat. What it does not name is a field of chats."""
+
+    model_config = ConfigDict(extra="allow")
+    _chat: ChatCompletionRequest = PrivateAttr()
+
+    @model_validator(mode="after")
+    def _translate(self) -> TranslatedRequest:
+        fields = (self.model_extra or {}) | self.chat_fields() | {"n": 1}
+        given = {name: value for name, value in fields.items() if value is not None}
+        self._chat = checked(given, ChatCompletionRequest)
+        return self
+
+    def chat_fields(self) -> dict:
+        """The fields of a chat; None means absent."""
+        raise NotImplementedError
+
+    def choices(self, session: Writer) -> list[Answer]:
+        return self._chat.choices(session)
+
+
+def as_tool(name: str, description: str | None, parameters: dict | None) -> dict:
+    """A tool as chats know it."""
+    function = {"name": name, "description": description, "parameters": parameters}
+    given = {name: value for name, value in function.items() if value is not None}
+    return {"type": "function", "function": given}
 
 
 def first_error(error: ValidationError) -> APIError:

@@ -5,24 +5,23 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, Literal
-
-from pydantic import ConfigDict, PrivateAttr, model_validator
-from pydantic_core import to_json
+from typing import TYPE_CHECKING, Literal
 
 from talk.openai import (
+    Account,
     APIError,
-    ChatCompletionRequest,
-    ModelRequest,
     Strict,
-    check_chat,
+    TranslatedRequest,
+    as_tool,
+    as_tool_call,
+    event,
+    text_of,
     with_one_system,
 )
 from talk.tools import Answer, Part
 
-if TYPE_CHECKING:  # it imports torch
-    from session import Session
+if TYPE_CHECKING:
+    from prompts import Writer
 
 
 class TextItemPart(Strict):
@@ -42,17 +41,8 @@ class Item(Strict):
     output: str | list[TextItemPart] = ""
 
 
-def text_of(content: str | list[TextItemPart] | None) -> str:
-    if isinstance(content, list):
-        return "\n".join(part.text for part in content)
-    return content or ""
-
-
-class ResponsesRequest(ModelRequest):
-    """A request for the next message of a chat. What it does not name is a field of chats."""
-
-    model_config = ConfigDict(extra="allow")
-    writes_text: ClassVar[bool] = True
+class ResponsesRequest(TranslatedRequest):
+    """A request for the next message of a chat."""
 
     input: str | list[Item]
     instructions: str = ""
@@ -62,28 +52,25 @@ class ResponsesRequest(ModelRequest):
     reasoning: dict = {}
     max_output_tokens: int | None = None
     previous_response_id: str | None = None
-    stream: bool = False
-    _chat: ChatCompletionRequest = PrivateAttr()
 
-    @model_validator(mode="after")
-    def _translate(self) -> ResponsesRequest:
+    def chat_fields(self) -> dict:
         if self.previous_response_id:
             message = "previous_response_id: nothing is stored here; send the whole conversation"
             raise APIError(message, param="previous_response_id")
-        fields = {
-            **(self.model_extra or {}),
+        choice = self.tool_choice
+        if isinstance(choice, dict):
+            choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+        functions = [tool for tool in self.tools if tool.get("type") == "function"]
+        return {
             "messages": self.messages(),
-            "tools": [chat_tool(tool) for tool in self.tools if tool.get("type") == "function"],
-            "tool_choice": self.tool_choice,
+            "tools": [
+                as_tool(*map(tool.get, ("name", "description", "parameters"))) for tool in functions
+            ],
+            "tool_choice": choice,
             "max_tokens": self.max_output_tokens,
             "reasoning_effort": self.reasoning.get("effort"),
             "response_format": self.response_format(),
         }
-        if isinstance(self.tool_choice, dict):
-            function = {"name": self.tool_choice.get("name")}
-            fields["tool_choice"] = {"type": self.tool_choice.get("type"), "function": function}
-        self._chat = check_chat(fields)
-        return self
 
     def messages(self) -> list[dict]:
         """The conversation, as messages of a chat. Calls belong to the message before them."""
@@ -107,8 +94,7 @@ class ResponsesRequest(ModelRequest):
                 case "function_call":
                     if not messages or messages[-1]["role"] != "assistant" or thought:
                         messages.append({"role": "assistant", "content": None})
-                    function = {"name": item.name, "arguments": item.arguments}
-                    call = {"id": item.call_id, "type": "function", "function": function}
+                    call = as_tool_call(item.call_id, item.name, item.arguments)
                     messages[-1].setdefault("tool_calls", []).append(call)
             if thought and messages[-1]["role"] == "assistant":
                 messages[-1]["reasoning_content"] = thought
@@ -122,38 +108,15 @@ class ResponsesRequest(ModelRequest):
             case format:
                 return format
 
-    @property
-    def is_stream(self) -> bool:
-        return self.stream
-
-    def answer(self, session: Session, model: str) -> Iterator[bytes]:
-        answer = self._chat.choice(session, 0)
-        self._texts = [answer.text]
-        return self._parts(answer, Response(self, model))
-
-    def _parts(self, answer: Answer, response: Response) -> Iterator[bytes]:
-        events = response.begin()
-        for parts, _ in answer:
-            for part in parts:
-                events += response.add(part)
-            yield events if self.stream and parts else b""
-            if parts:
-                events = b""
-        events += response.end(answer)
-        yield events if self.stream else to_json(response.head)
+    def account(self, answers: list[Answer], session: Writer, model: str) -> Account:
+        return Response(self, answers[0], model)
 
 
-def chat_tool(tool: dict) -> dict:
-    """A function as chats know it."""
-    names = "name", "description", "parameters", "strict"
-    function = {name: tool[name] for name in names if tool.get(name) is not None}
-    return {"type": "function", "function": function}
-
-
-class Response:
+class Response(Account):
     """A response as it grows, and the events that tell of it."""
 
-    def __init__(self, request: ResponsesRequest, model: str):
+    def __init__(self, request: ResponsesRequest, answer: Answer, model: str):
+        self.answer = answer
         chat = request._chat
         self.head = {
             "id": f"resp_{uuid.uuid4().hex}",
@@ -186,35 +149,45 @@ class Response:
         created = self._event("response.created", response=self.head)
         return created + self._event("response.in_progress", response=self.head)
 
-    def add(self, part: Part) -> bytes:
+    def add(self, index: int, parts: list[Part], _) -> bytes:
+        return b"".join(map(self._add, parts))
+
+    def _add(self, part: Part) -> bytes:
         """Add a part, to the last item if it is of the same kind."""
+        match part.kind:
+            case "call":
+                return self._done() + self._open(part)
+            case "arguments":
+                self._item["arguments"] += part.text
+                return self._of_item("function_call_arguments.delta", delta=part.text)
+            case "called":
+                return self._done()
         events = b""
-        if part.kind != self._kind or part.call:
+        if part.kind != self._kind:
             events = self._done() + self._open(part)
-        if part.call:
-            self._item["arguments"] = part.call.arguments
-            events += self._of_item("function_call_arguments.delta", delta=part.call.arguments)
-            return events + self._done()
         self._content["text"] += part.text
         more = {"logprobs": []} if part.kind == "text" else {}
         name = "output_text" if part.kind == "text" else "reasoning_text"
         return events + self._of_item(f"{name}.delta", content_index=0, delta=part.text, **more)
 
-    def end(self, answer: Answer) -> bytes:
-        events = self._done()
-        text = answer.text
-        reason = answer.finish_reason
+    def end(self, index: int) -> bytes:
+        text = self.answer.text
+        reason = self.answer.finish_reason
         self.head["status"] = "incomplete" if reason == "length" else "completed"
+        events = self._done(self.head["status"])
         if reason == "length":
             self.head["incomplete_details"] = {"reason": "max_output_tokens"}
         self.head["usage"] = {
             "input_tokens": text.prompt_tokens,
             "input_tokens_details": {"cached_tokens": text.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": len(text.ids),
-            "output_tokens_details": {"reasoning_tokens": answer.thought_tokens},
+            "output_tokens_details": {"reasoning_tokens": self.answer.thought_tokens},
             "total_tokens": text.prompt_tokens + len(text.ids),
         }
         return events + self._event(f"response.{self.head['status']}", response=self.head)
+
+    def whole(self) -> dict:
+        return self.head
 
     @property
     def _item(self) -> dict:
@@ -230,7 +203,7 @@ class Response:
         match part.kind:
             case "call":
                 item = {"type": "function_call", "id": f"fc_{id}", "call_id": part.text}
-                item |= {"name": part.call.name, "arguments": ""}
+                item |= {"name": part.name, "arguments": ""}
                 content = None
             case "text":
                 item = {"type": "message", "id": f"msg_{id}", "role": "assistant", "content": []}
@@ -246,14 +219,14 @@ class Response:
             item["content"].append(content)
         return events
 
-    def _done(self) -> bytes:
-        """The last item is complete."""
+    def _done(self, status: str = "completed") -> bytes:
+        """The last item is complete, or cut."""
         kind = self._kind
         self._kind = ""
         if not kind:
             return b""
         item = self._item
-        item["status"] = "completed"
+        item["status"] = status
         match kind:
             case "call":
                 said = {"arguments": item["arguments"], "name": item["name"]}
@@ -275,6 +248,5 @@ class Response:
         return self._event(f"response.{name}", output_index=index, **fields)
 
     def _event(self, name: str, /, **fields) -> bytes:
-        event = {"type": name, "sequence_number": self._sent, **fields}
         self._sent += 1
-        return b"event: %s\ndata: %s\n\n" % (name.encode(), to_json(event))
+        return event({"type": name, "sequence_number": self._sent - 1, **fields})

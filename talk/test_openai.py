@@ -5,6 +5,7 @@ import json
 import httpx2 as httpx
 import pytest
 
+import prompts as prompts_module
 from session import Session
 from talk.endpoints import ENDPOINTS
 from talk.openai import APIError, error_body, parse_request
@@ -230,7 +231,7 @@ def test_infill(scripted, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(scripted.session.tokenizer, "control", marks)
         prompts = []
-        patch.setattr(scripted.session.model, "check", prompts.append)
+        patch.setattr(prompts_module, "check_prompt", lambda ids, _: prompts.append(ids))
         scripted.say("x")
         body = dict(
             input_prefix="a ",

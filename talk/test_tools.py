@@ -6,7 +6,7 @@ import random
 import pytest
 from hypothesis import strategies as st
 
-from talk.tools import STYLES, Call, Router, style_of
+from talk.tools import CODER, HERMES, LLAMA, MISTRAL, STYLES, Call, Router, style_of
 from tests.helpers import examples
 
 WEATHER = {
@@ -14,7 +14,7 @@ WEATHER = {
     "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
 }
 TOOLS = {"get_weather": WEATHER, "write": {"properties": {"text": {"type": ["string", "null"]}}}}
-CODER, MISTRAL, HERMES, LLAMA, UNKNOWN = STYLES
+*_, UNKNOWN = STYLES
 
 
 def read(style, *pieces: str, thinks: bool = False) -> tuple[str, str, list[Call]]:
@@ -24,7 +24,13 @@ def read(style, *pieces: str, thinks: bool = False) -> tuple[str, str, list[Call
     texts = [
         "".join(part.text for part in parts if part.kind == kind) for kind in ("thought", "text")
     ]
-    return *texts, [part.call for part in parts if part.call]
+    calls = []
+    for part in parts:
+        if part.kind == "call":
+            calls.append(Call(part.name, ""))
+        elif part.kind == "arguments":
+            calls[-1] = Call(calls[-1].name, calls[-1].arguments + part.text)
+    return *texts, calls
 
 
 def call(name: str = "get_weather", **arguments) -> Call:
@@ -38,7 +44,7 @@ TEXTS = [  # style, text, what is thought, what is said, the calls
      "", "", [PARIS]),
     (HERMES, 'I look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
      '<tool_call>\n{"name": "write", "arguments": {"text": "</tool_call> \\u00e9"}}\n</tool_call>\nDone. ',
-     "", "I look.Done. ", [PARIS, call("write", text="</tool_call> é")]),
+     "", "I look.Done. ", [PARIS, Call("write", r'{"text": "</tool_call> \u00e9"}')]),
     (HERMES, '<think>\nHm, <tool_call>?\n</think>\n\n<tool_call>{"name": "get_weather", "arguments": '
      '{"city": "Paris"}}',
      "Hm, <tool_call>?", "", [PARIS]),  # never closed
@@ -48,9 +54,11 @@ TEXTS = [  # style, text, what is thought, what is said, the calls
     (HERMES, '<tool_call>{"name": "now"}</tool_call>', "", "", [call("now")]),
     (HERMES, '<tool_call>{"name": "write", "arguments": {"text": "a\nb"}}</tool_call>',
      "", "", [call("write", text="a\nb")]),
+    (HERMES, '<tool_call>{"arguments": {"text": "a\nb"}, "name": "write"}</tool_call>',
+     "", "", [call("write", text="a\nb")]),
     # what is no call is text
-    (HERMES, '<tool_call>{"name": "get_weather", "arguments": {"city": "Pa', "",
-     '<tool_call>{"name": "get_weather", "arguments": {"city": "Pa', []),
+    (HERMES, '<tool_call>{"name": "Anna", "arguments": {"city": "Pa', "",
+     '<tool_call>{"name": "Anna", "arguments": {"city": "Pa', []),
     (HERMES, '<tool_call>{"name": 5}</tool_call> x', "", '<tool_call>{"name": 5}</tool_call> x', []),
     (HERMES, '<tool_call>{"name": "a", "arguments": [1]}</tool_call>', "",
      '<tool_call>{"name": "a", "arguments": [1]}</tool_call>', []),
@@ -62,6 +70,13 @@ TEXTS = [  # style, text, what is thought, what is said, the calls
     (HERMES, '<tool_call>{"name": "\\ud800"}</tool_call>', "", '<tool_call>{"name": "\\ud800"}</tool_call>', []),
     (HERMES, '{"name": "get_weather", "arguments": {}}', "", '{"name": "get_weather", "arguments": {}}', []),
     (HERMES, "<tool_call>" + "[" * 20_000, "", "<tool_call>" + "[" * 20_000, []),
+    # what has begun as a call of a known tool is one
+    (HERMES, '<tool_call>{"name": "get_weather", "arguments": {"city": "Pa', "", "",
+     [Call("get_weather", '{"city": "Pa')]),
+    (HERMES, '<tool_call>{"name": "get_weather", "arguments": {oops}, "id": "x"}</tool_call> Done.', "", "Done.",
+     [Call("get_weather", "{oops}")]),
+    (HERMES, '<tool_call>{"name": "get_weather", "arguments": {"city": [}</tool_call> Done.', "", "Done.",
+     [Call("get_weather", '{"city": [}')]),
     # Qwen3-Coder
     (CODER, "<tool_call>\n<function=get_weather>"
      "\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
@@ -74,8 +89,8 @@ TEXTS = [  # style, text, what is thought, what is said, the calls
      [call("write", text=12, new=[1, {}])]),
     (CODER, "<tool_call>\n<function=now>\n</function>\n</tool_call>", "", "", [call("now")]),
     (CODER, '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>', "", "", [PARIS]),
-    (CODER, "<function=get_weather>\n<parameter=city>\n3 </parameter>",
-     "", "<function=get_weather>\n<parameter=city>\n3 </parameter>", []),
+    (CODER, "<function=get_weather>\n<parameter=city>\n3 </parameter>", "", "", [Call("get_weather", "{")]),
+    (CODER, "<function=f>\n<parameter=city>\n3 </parameter>", "", "<function=f>\n<parameter=city>\n3 </parameter>", []),
     # Llama 3
     (LLAMA, '{"name": "get_weather", "parameters": {"city": "Paris"}}', "", "", [PARIS]),
     (LLAMA, '\n<|python_tag|>{"type": "function", "name": "get_weather", "parameters": {"city": "Paris"}}',
@@ -93,7 +108,8 @@ TEXTS = [  # style, text, what is thought, what is said, the calls
     (MISTRAL, 'Yes.[TOOL_CALLS]get_weather[CALL_ID]123456789[ARGS]{"city": "Paris"}', "", "Yes.", [PARIS]),
     (MISTRAL, '[TOOL_CALLS]get_weather{"city": "Paris"}', "", "", [PARIS]),
     (MISTRAL, "[TOOL_CALLS] [1]", "", "[TOOL_CALLS] [1]", []),
-    (MISTRAL, "[TOOL_CALLS]get_weather[ARGS]{", "", "[TOOL_CALLS]get_weather[ARGS]{", []),
+    (MISTRAL, "[TOOL_CALLS]get_weather[ARGS]{", "", "", [Call("get_weather", "{")]),
+    (MISTRAL, "[TOOL_CALLS]f[ARGS]{", "", "[TOOL_CALLS]f[ARGS]{", []),
     # thinking
     (None, "<think>\nHm.\n</think>\n\nYes: <think> </think> are marks. ",
      "Hm.", "Yes: <think> </think> are marks. ", []),
@@ -113,6 +129,28 @@ def test_a_text_is_read_alike_however_it_comes(style, text, thought, said, calls
         assert read(style, text[:cut], text[cut:]) == (thought, said, calls), cut
     if len(text) < 1000:
         assert read(style, *text) == (thought, said, calls)
+
+
+def test_arguments_come_as_they_are_written():
+    text = '<tool_call>{"name": "write", "arguments": {"text": "a\nb \\" {}"}}</tool_call>'
+    router = Router(HERMES, TOOLS)
+    parts = [part for char in text for part in router.push(char)]
+    assert [part.kind for part in parts] == ["call", *["arguments"] * 21, "called"]
+    assert json.loads("".join(part.text for part in parts[1:-1])) == {"text": 'a\nb " {}'}
+    text = "<function=write><parameter=text>\na\n</parameter><parameter=n>1</parameter></function>"
+    router = Router(CODER, TOOLS)
+    said = [part.text for char in text for part in router.push(char) if part.kind == "arguments"]
+    assert "".join(said) == '{"text": "a", "n": 1}' and len(said) >= 3
+
+
+def test_other_calls_come_when_they_are_complete():
+    for style, text in (
+        (HERMES, '<tool_call>{"name": "f"}'), (CODER, "<function=f>\n</function>"),
+        (MISTRAL, '[TOOL_CALLS] [{"name": "f"}]'), (LLAMA, '{"parameters": {}, "name": "write"}'),
+    ):  # fmt: skip
+        router = Router(style, TOOLS)
+        kinds = [part.kind for char in text for part in router.push(char)]
+        assert kinds == ["call", "arguments", "called"], "before anything follows"
 
 
 def test_what_the_template_opens_is_thought():

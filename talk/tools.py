@@ -11,14 +11,14 @@ import re
 import secrets
 import string
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from grammars import json_value, literal
 from tokenizer import THINK, THOUGHT
 
-if TYPE_CHECKING:  # it imports torch
-    from logprobs import Logprob
-    from session import Generation, Piece
+if TYPE_CHECKING:
+    from texts import Generation, Logprob, Piece
 
 
 class Call(NamedTuple):
@@ -29,11 +29,12 @@ class Call(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of a text: of what is thought, of what is said, or a call."""
+    """A part of a text: of what is thought, or of what is said. A call is one with its name, others with
+    its arguments, and one at its end, unless the text ends before."""
 
-    kind: str  # "thought", "text", "call"
-    text: str  # of a call its id
-    call: Call | None = None
+    kind: str  # "thought", "text", "call", "arguments", "called"
+    text: str = ""  # of a call its id
+    name: str = ""  # of a call
 
 
 def call_id() -> str:
@@ -46,6 +47,9 @@ def call_id() -> str:
 # It is given a text that begins with a mark of its style, and the JSON schema of each tool's
 # arguments. It returns the calls, none if it is no call, and how many characters they take. None
 # means that the text is incomplete.
+#
+# A call of a known tool, of which the usual beginning is recognised, does not wait for its end: its
+# arguments come as they are written, whatever they become.
 
 Found = tuple[list[Call], int] | None
 Tools = Mapping[str, dict]
@@ -128,17 +132,9 @@ def read_coder(text: str, tools: Tools) -> Found:
     function = _FUNCTION.match(text)
     if not function:
         return read_hermes(text, tools) if text.startswith("<tool_call>") else None
-    name = function[1].strip()
-    properties = tools.get(name, {}).get("properties")
-    arguments = {}
-    place = function.end()
-    while parameter := _PARAMETER.match(text, place):
-        key, lines, value = parameter.groups(default="")
-        arguments[key] = as_type(lines or value, properties, key)
-        place = parameter.end()
-    if end := _END.match(text, place):
-        return calls_of([{"name": name, "arguments": arguments}], end.end())
-    return None
+    arguments = XmlArguments(tools.get(function[1], {}))
+    written, end, complete = arguments.take(text[function.end() :])
+    return ([Call(function[1], written)], function.end() + end) if complete else None
 
 
 def as_type(value: str, properties: object, key: str) -> object:
@@ -151,6 +147,85 @@ def as_type(value: str, properties: object, key: str) -> object:
     return found[0] if found and found[1] == len(value.rstrip()) else value
 
 
+# ---- arguments as they are written: `take` is given what is new of a text, and returns what that adds to
+# the arguments, how many characters it has read, and whether the call is complete
+
+
+class JsonArguments:
+    """An object of JSON. It ends at its brace, or where something comes that is no JSON."""
+
+    def __init__(self, inside: int):
+        """inside: in how many objects or arrays it lies, which belong to the call."""
+        self._inside = self._depth = inside
+        self._string = self._escaped = self._complete = False
+
+    def take(self, text: str) -> tuple[str, int, bool]:
+        written = ""
+        for i, char in enumerate(text):
+            if not self._string and char == "<":  # such as </tool_call>
+                return written, i, True
+            if not self._complete:
+                # models write newlines into strings
+                written += json.dumps(char)[1:-1] if self._string and char < " " else char
+            self._note(char)
+            if self._complete and self._depth == 0:
+                return written, i + 1, True
+        return written, len(text), False
+
+    def _note(self, char: str) -> None:
+        if self._escaped:
+            self._escaped = False
+        elif char == '"':
+            self._string = not self._string
+        elif self._string:
+            self._escaped = char == "\\"
+        elif char in "{[":
+            self._depth += 1
+        elif char in "}]":
+            self._depth -= 1
+            self._complete = self._complete or self._depth == self._inside
+
+
+class XmlArguments:
+    """Parameters of Qwen3-Coder's kind, each of which comes when it is complete."""
+
+    def __init__(self, schema: dict):
+        self._properties = schema.get("properties")
+        self._before = "{"  # of what comes next
+
+    def take(self, text: str) -> tuple[str, int, bool]:
+        written = self._before
+        self._before = ""
+        place = 0
+        while parameter := _PARAMETER.match(text, place):
+            key, lines, value = parameter.groups(default="")
+            value = as_type(lines or value, self._properties, key)
+            written += f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}"
+            place = parameter.end()
+            if not _END.match(text, place):
+                written += ", "
+        if end := _END.match(text, place):
+            return written + "}", end.end(), True
+        return written, place, False
+
+
+# ---- styles
+
+
+class Beginning(NamedTuple):
+    """How a call begins."""
+
+    pattern: re.Pattern  # up to its arguments
+    arguments: Callable[[dict], JsonArguments | XmlArguments]  # by their schema
+
+
+def in_an_object(opens: str) -> Beginning:
+    """Of a call that is an object of JSON."""
+    name = r'"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?={)'
+    begins = rf'{opens}\s*{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?{name}'
+    return Beginning(re.compile(begins), lambda schema: JsonArguments(1))
+
+
 class Style(NamedTuple):
     """How a family of models writes calls."""
 
@@ -158,6 +233,7 @@ class Style(NamedTuple):
     marks: Collection[str]  # what a call begins with
     close: str  # what may follow it
     read: Callable[[str, Tools], Found]
+    begins: list[Beginning]
     opens: str  # what is written before a call that is asked for,
     key: str  # and what it calls the arguments
     first: str = ""  # another mark, where it is the first of a text
@@ -169,15 +245,43 @@ class Style(NamedTuple):
 
 
 HERMES = Style(
-    "<tool_call>", ["<tool_call>"], "</tool_call>", read_hermes, "<tool_call>\n", "arguments"
+    "<tool_call>",
+    ["<tool_call>"],
+    "</tool_call>",
+    read_hermes,
+    [in_an_object("<tool_call>")],
+    "<tool_call>\n",
+    "arguments",
 )
-STYLES = [
-    HERMES._replace(template="<function=", marks=["<tool_call>", "<function="], read=read_coder),
-    Style(r"\[TOOL_CALLS\]", ["[TOOL_CALLS]"], "", read_mistral, "[TOOL_CALLS]", "arguments"),
-    HERMES,
-    Style(r'"parameters": |python_tag', ["<|python_tag|>"], "", read_llama, "", "parameters", "{"),
-    HERMES._replace(template=r"\btools\b"),
-]  # fmt: skip
+CODER = HERMES._replace(
+    template="<function=",
+    marks=["<tool_call>", "<function="],
+    read=read_coder,
+    begins=[*HERMES.begins, Beginning(_FUNCTION, XmlArguments)],
+)
+MISTRAL = Style(
+    r"\[TOOL_CALLS\]",
+    ["[TOOL_CALLS]"],
+    "",
+    read_mistral,
+    [
+        Beginning(_MISTRAL_NAME, lambda schema: JsonArguments(0)),
+        in_an_object(r"\[TOOL_CALLS\]"),
+    ],
+    "[TOOL_CALLS]",
+    "arguments",
+)
+LLAMA = Style(
+    r'"parameters": |python_tag',
+    ["<|python_tag|>"],
+    "",
+    read_llama,
+    [in_an_object(r"(?:<\|python_tag\|>)?")],
+    "",
+    "parameters",
+    "{",
+)
+STYLES = [CODER, MISTRAL, HERMES, LLAMA, HERMES._replace(template=r"\btools\b")]
 
 
 def style_of(template: str) -> Style | None:
@@ -238,6 +342,7 @@ class Router:
         self._state = "thought" if thinks else "begin"
         self._bare = thinks  # white space is left out, since something begins here
         self._close = ""  # what may still end the last call
+        self._arguments: JsonArguments | XmlArguments | None = None  # of a call that has begun
         self._first = True  # nothing is said or called so far
         self._tried = 0  # characters that were no whole call
 
@@ -284,27 +389,62 @@ class Router:
         if not self.style:
             yield from self._said_but(0)
             return
-        if self._close and not self._closed(last):
-            return
-        while mark := self._mark():
+        while True:
+            if self._arguments:
+                yield from self._more_arguments()
+                if self._arguments:
+                    return
+            if self._close and not self._closed(last):
+                return
+            mark = self._mark()
+            if not mark:
+                break
             begin = self._pending.index(mark)
             yield from self._said(self._pending[:begin])
             self._pending = self._pending[begin:]
+            if call := self._begun_call():
+                yield call
+                continue
             found = self._found(last)
             if not found:
                 return
             calls, end = found
             if calls:
-                self._enter("text", self._pending[end:])
-                self._first = False
-                yield from (Part("call", call_id(), call) for call in calls)
-                self._close = self.style.close
-                if self._close and not self._closed(last):
-                    return
+                self._called(end)
+                for call in calls:
+                    yield Part("call", call_id(), call.name)
+                    yield from (Part("arguments", call.arguments), Part("called"))
             else:
                 yield from self._said(mark)
                 self._pending = self._pending[len(mark) :]
         yield from self._said_but(0 if last else begun(self._pending, self.style.marks))
+
+    def _begun_call(self) -> Part | None:
+        """The call of a known tool with which the pending text begins, up to its arguments."""
+        for pattern, arguments in self.style.begins:
+            found = pattern.match(self._pending)
+            if found and found[1] in self.tools:
+                self._pending = self._pending[found.end() :]
+                self._arguments = arguments(self.tools[found[1]])
+                self._tried = 0
+                return Part("call", call_id(), found[1])
+        return None
+
+    def _more_arguments(self) -> Iterator[Part]:
+        written, end, complete = self._arguments.take(self._pending)
+        self._pending = self._pending[end:]
+        if written:
+            yield Part("arguments", written)
+        if complete:
+            self._arguments = None
+            self._called(0)
+            yield Part("called")
+
+    def _called(self, end: int) -> None:
+        """Go on behind a call."""
+        self._enter("text", self._pending[end:])
+        self._first = False
+        self._close = self.style.close
 
     def _closed(self, last: bool) -> bool:
         """Leave out what closes the last call. Returns whether it is decided if there is any."""
@@ -365,6 +505,15 @@ class Router:
 ENDS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 
 
+@dataclass
+class AnsweredCall:
+    """A call as it is answered."""
+
+    id: str
+    name: str
+    arguments: str = ""  # incomplete if the text ended before
+
+
 class Answer:
     """A text as it is read: an iterator of the new parts and log-probabilities after each token,
     which also collects them."""
@@ -372,7 +521,7 @@ class Answer:
     def __init__(self, text: Generation, router: Router | None = None, parallel: bool = True):
         """parallel: there may be several calls; otherwise the text ends after the first."""
         self.text = text
-        self.calls: list[Part] = []
+        self.calls: list[AnsweredCall] = []
         self.thought_tokens = 0
         self._said: dict[str, list[str]] = {"text": [], "thought": []}
         self._router = router
@@ -380,8 +529,9 @@ class Answer:
 
     def __iter__(self) -> Iterator[tuple[list[Part], list[Logprob]]]:
         for piece in self.text:
-            yield self._new(self._read(piece)), piece.logprobs
-            if self.calls and not self._parallel:
+            parts = self._new(self._read(piece))
+            yield parts, piece.logprobs
+            if parts and parts[-1].kind == "called" and not self._parallel:
                 self.text.close()
                 return
         if self._router:
@@ -404,9 +554,15 @@ class Answer:
         return [Part("text", piece.text)] if piece.text else []
 
     def _new(self, parts: list[Part]) -> list[Part]:
-        for part in parts:
-            if part.call:
-                self.calls.append(part)
-            else:
-                self._said[part.kind].append(part.text)
+        """These parts or, if there may be one call, those up to its end."""
+        for i, part in enumerate(parts):
+            match part.kind:
+                case "call":
+                    self.calls.append(AnsweredCall(part.text, part.name))
+                case "arguments":
+                    self.calls[-1].arguments += part.text
+                case "called" if not self._parallel:
+                    return parts[: i + 1]
+                case "text" | "thought":
+                    self._said[part.kind].append(part.text)
         return parts

@@ -201,7 +201,8 @@ def launch_sampling() -> None:
         pass_.sampler = Sampler(DEVICE, rows)
         pass_.feeds = rows == 1
         every = torch.full((rows, V // 32), -1, dtype=torch.int32)
-        pass_.sampler.set([Sampling(**settings)] * rows, every if settings == penalised else None)
+        pass_.sampler.set([Sampling(**settings)] * rows)
+        pass_.sampler.restrict(every if settings == penalised else None)
         kernels.fused.sample(torch.zeros(rows, V), pass_)
         pass_.rows = torch.arange(rows)
         kernels.fused.sample(torch.zeros(rows, V), pass_)

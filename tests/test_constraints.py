@@ -29,7 +29,7 @@ def test_a_constraint_of_eos_and_what_comes_before(session):
         constraint.accept(5)
     constraint.accept(31)
     assert constraint.ended
-    matcher = session._constraint({2}, 0, choice_grammar(["a"]), "")._matcher
+    matcher = session.grammars.matcher(choice_grammar(["a"]))
     constraint = Constraint(V, [2], 0, matcher, "</t>", session.token_text)
     text = "x </</t>"
     for id in session.tokenizer.encode(text, bos=False):

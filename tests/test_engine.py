@@ -20,7 +20,7 @@ import sampling
 from engine import Engine, Timings, generate
 from launch import captured
 from loading.checkpoint import load
-from passes import LENGTHS, MOST_TEXTS, PROMPT_CHUNK, ContextFull, Passes
+from passes import LENGTHS, MOST_TEXTS, PROMPT_CHUNK, Passes
 from sampling import Sampling, mask_without
 from speculation.proposals import Draft, Lookup
 from tests.helpers import (
@@ -44,6 +44,7 @@ from tests.helpers import (
     text_of,
     together,
 )
+from texts import ContextFull
 
 # ---- several texts
 
@@ -590,9 +591,11 @@ def test_bans_are_those_of_one_text(tiny_model):
     assert tuple([*text] for text in texts) == expected
 
 
+@pytest.mark.parametrize("proposing", [False, True])
 @pytest.mark.parametrize("where", ["on a CPU", "in graphs"])
-def test_a_constraint_is_that_of_one_text(tiny_model, monkeypatch, where):
-    """It sees all tokens before the next one, and if it fails, at whatever token, its text ends."""
+def test_a_constraint_is_that_of_one_text(tiny_model, monkeypatch, where, proposing):
+    """It sees all tokens before the next one, and if it fails, at whatever token, its text ends. The
+    others have proposals."""
     V, prompt, n = tiny_model.config.vocab_size, [1, 5], 5
     plain = greedy(tiny_model, prompt, n)
     if where == "in graphs":
@@ -616,6 +619,10 @@ def test_a_constraint_is_that_of_one_text(tiny_model, monkeypatch, where):
             self.next += 1
 
     engine = Engine(tiny_model, 3)
+    if proposing:
+        engine.proposer = lookup = Lookup(3)
+        lookup.always = True
+        monkeypatch.setattr(lookup, "propose", lambda s, n: plain[len(s.ids) - 2 :][:n])
     constraints = Counting(), None, Counting(ends=10), Counting(ends=12), Counting(accepts=11), None
     options = dict(sampling=MOST_PROBABLE, n=n)
     texts = [Written(engine, prompt, constraint=each, **options) for each in constraints]
@@ -627,7 +634,7 @@ def test_a_constraint_is_that_of_one_text(tiny_model, monkeypatch, where):
         with pytest.raises(ValueError, match=error):
             list(text)
         assert text.tokens == tokens
-    assert engine.idle
+    assert engine.idle and (not proposing or lookup.accepted >= 2 * (n - 1) - 2)
 
 
 @BACKENDS

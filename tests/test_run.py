@@ -102,7 +102,8 @@ def test_what_is_said_of_a_run(tiny_session, tiny, monkeypatch):
     )  # fmt: skip
     speed = "21 tokens, 5.0 tokens/s; prompt: 100 of 120 tokens evaluated in 0.50 s"
     assert chat_module.speed(generation) == speed
-    assert timings + timings == Timings(200, 1.0, 42, 40, 8.0, 18, 72, 22)
+    timings.add(timings)
+    assert timings == Timings(200, 1.0, 42, 40, 8.0, 18, 72, 22)
     session.timings = generation.timings = Timings(100, 0.5, new_tokens=1)  # the prompt's own
     prompt, generated = run.closing(session).splitlines()[1:3]
     assert prompt == "prompt    100 tokens in 500.0 ms, 200.0 tokens/s"

@@ -256,7 +256,8 @@ def test_rows_of_several_texts(mix, feeds):
         pass_, logits, expected = texts_of(lengths, V, settings, masks, feeds)
         sampler = pass_.sampler = sampler_of("fused", len(settings))
         bits = [mask_without(ids, V) for ids in masks[: len(given)]]
-        sampler.set(given, torch.stack(bits) if masked else None)
+        sampler.set(given)
+        sampler.restrict(torch.stack(bits) if masked else None)
         before = [pass_.tokens.clone(), pass_.drawn.clone()]
         kernels.fused.sample(logits.clone(), pass_)
         chosen = [dict(enumerate(t.tolist())) for t in before]

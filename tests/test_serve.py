@@ -198,6 +198,16 @@ def test_serve_several_choices(server):
         [choice] = chunk["choices"]
         together[choice["index"]] += choice["text"]
     assert [*together.values()] == texts and last["usage"]["completion_tokens"] == 36
+    prompts = ["Once upon a time", "The fox", "Once upon a time"]
+    several = server.complete(prompts, **asks, n=2)
+    alone = [server.complete(prompt, **asks, n=2) for prompt in prompts]
+    expected = [choice["text"] for answer in alone for choice in answer["choices"]]
+    assert [choice["text"] for choice in several["choices"]] == expected
+    total = sum(answer["usage"]["prompt_tokens"] for answer in alone)
+    assert several["usage"]["prompt_tokens"] == total
+    ids = open_tokenizer(TALES).encode("Once upon a time")
+    [first, second] = server.complete([ids, ids], **asks)["choices"]
+    assert first["text"] == second["text"] == one["text"]
     said = server.chat(**asks, n=2)["choices"]
     assert said[0]["message"] == server.chat(**asks)["message"] != said[1]["message"]
 
@@ -303,8 +313,8 @@ def test_serve_comments_in_a_silent_stream(server, monkeypatch):
     """They keep proxies from ending it; an error after one is an event."""
     monkeypatch.setattr(serve, "SILENCE", 0.01)
 
-    async def bodies(kind, *parts: serve.Sent) -> bytes:
-        client = serve.Client(0, kind, b'{"prompt": "a", "stream": true}')
+    async def bodies(kind, *parts: serve.Part) -> bytes:
+        client = serve.Client(kind, 9)
 
         async def answer() -> None:
             for part in parts:
@@ -317,11 +327,9 @@ def test_serve_comments_in_a_silent_stream(server, monkeypatch):
         await task
         return b"".join(said)
 
-    said = asyncio.run(
-        bodies(CompletionRequest, serve.Sent(0, b"a", last=False), serve.Sent(0, b"b"))
-    )
+    said = asyncio.run(bodies(CompletionRequest, serve.Part(b"a", last=False), serve.Part(b"b")))
     assert said.count(serve.COMMENT) > 2 and said.replace(serve.COMMENT, b"") == b"ab"
-    said = asyncio.run(bodies(CompletionRequest, serve.Sent(0, b'{"error": 5}', 400)))
+    said = asyncio.run(bodies(CompletionRequest, serve.Part(b'{"error": 5}', 400)))
     assert said.replace(serve.COMMENT, b"") == b'data: {"error":5}\n\n'
 
 
@@ -354,7 +362,9 @@ WRONG_FIELDS = dict(
 WRONG_OF = {  # of one kind of request only
     CHATS: dict(logprobs=[1, "x"], top_logprobs=[21, -1, True, 1], messages=[[], "x", {}]),
     TEXTS_AT: dict(
-        logprobs=["x", 21, -1], echo=[1], prompt=[5, [], ["a", "b"], [[]], [1.5], {}, [True]]
+        logprobs=["x", 21, -1],
+        echo=[1],
+        prompt=[5, [], ["a", 1], ["a"] * 129, [[]], [1.5], {}, [True]],
     ),
 }
 
@@ -423,7 +433,7 @@ def test_serve_refuses_wrong_fields(server):
         (CHATS, {"messages": [user | {"content": [{"type": "image_url"}]}]},
          "messages[0].content: must be a string, or a list of parts of the type text: only text"),
         (CHATS, {"messages": [user | {"tool_calls": [1]}]}, "must be a list of calls of functions"),
-        (TEXTS_AT, {"prompt": ["a", "b"]}, "prompt: must be one prompt: a string, or a list of ids"),
+        (TEXTS_AT, {"prompt": ["a", 1]}, "prompt: must be a string or a list of ids, or a list of at most 128"),
         (TEXTS_AT, {"prompt": "a", "stop": 5}, "stop: must be a string, or a list of at most 1024"),
         (TEXTS_AT, {"prompt": "a", "logprobs": 21}, "logprobs: must be from 0 to 20, or true"),
     ):  # fmt: skip
@@ -673,23 +683,39 @@ def test_serve_ends_if_nobody_can_be_answered():
     assert served.lines[3:] == ["error: the process that answers clients has ended\n"]
 
 
+class BothProcesses:
+    """Those of a server, in this one and without a network."""
+
+    def __init__(self, folder: Path):
+        self.session = Session(folder, dtype="fp32", device="cpu")
+        args = serve.parse_args(["-m", str(folder), "--quiet"])
+        self.desk = serve.Desk(self.session, SimpleNamespace(send=self.take))
+        self.front = serve.Frontend(args, None, **serve.known_of(self.session, args))
+        self.front.session.send = self.desk.inbox.put
+
+    def take(self, news: list[serve.News]) -> None:
+        for text in filter(None, map(self.front.session.take, news)):
+            self.front.go_on(text.client)
+
+    def answer(self, kind=CompletionRequest, **fields) -> list[serve.Part]:
+        client = serve.Client(kind, 9)
+        client.prepare(json.dumps(fields).encode(), self.front.session, "tiny")
+        client.begin()
+        self.desk.work()
+        while self.desk.texts:
+            self.desk.work()
+        sent = [client.parts.get_nowait() for _ in range(client.parts.qsize())]
+        assert [part.last for part in sent] == [False] * (len(sent) - 1) + [True]
+        return sent
+
+
 def test_serve_goes_on_after_an_error(tiny, monkeypatch, capfd):
     """Whoever asked is told, and of what was evaluated until then nothing is reused."""
-    session = Session(tiny, dtype="fp32", device="cpu")
-    fields = dict(prompt="Once upon a time", max_tokens=4, temperature=0, ignore_eos=True)
+    both = BothProcesses(tiny)
 
-    def answer(debug=False, **more) -> list[serve.Sent]:
-        body = json.dumps(fields | more).encode()
-        asked = [serve.Asked(7, CompletionRequest, body)]
-        sent = []
-        pipe = SimpleNamespace(recv=asked.pop, send=sent.append, poll=lambda: bool(asked))
-        desk = serve.Desk(session, "tiny", pipe, debug)
-        desk.work()
-        while desk.jobs:
-            desk.work()
-        assert [part.last for part in sent] == [False] * (len(sent) - 1) + [True]
-        assert {part.number for part in sent} == {7}
-        return sent
+    def answer(**more) -> list[serve.Part]:
+        fields = dict(prompt="Once upon a time", max_tokens=4, temperature=0, ignore_eos=True)
+        return both.answer(**fields | more)
 
     [said] = answer()
     text = json.loads(said.body)["choices"][0]["text"]
@@ -698,19 +724,37 @@ def test_serve_goes_on_after_an_error(tiny, monkeypatch, capfd):
             patch.setattr(Llama, "forward", fails(kind("broken")))
             begun, error = answer(stream=True, echo=True, prompt="The fox")
             assert begun.status == 200 and b"The fox" in begun.body
-            assert error.body.startswith(b'data: {"error":{"message":"broken"')
-            assert session.engine.slots[0].tokens == []
-            [error] = answer()
-            assert error.status == 500 and json.loads(error.body)["error"]["code"] == "failed"
+            assert both.session.engine.slots[0].tokens == []
+            [same] = answer()
+            for part in error, same:
+                assert (part.status, json.loads(part.body)["error"]["code"]) == (500, "failed")
+                assert json.loads(part.body)["error"]["message"] == "broken"
             assert capfd.readouterr().err == "error: broken\n" * 2
-            answer(debug=True)
+            patch.setattr(both.desk, "debug", True)
+            answer()
             assert re.match(
                 rf"Traceback .*\n{kind.__name__}: broken\n$", capfd.readouterr().err, re.DOTALL
             )
         assert json.loads(answer()[0].body)["choices"][0]["text"] == text and len(text) > 4
-    [error] = answer(prompt="tale " * 2000)
-    assert error.status == 400 and session.engine.slots[0].tokens, "what is cached stays"
+    with pytest.raises(APIError, match="the context holds") as refused:
+        answer(prompt="tale " * 2000)
+    assert refused.value.status_code == 400
+    assert both.session.engine.slots[0].tokens, "what is cached stays"
     assert capfd.readouterr().err == ""
+
+
+def test_serve_prepares_where_there_is_no_model(tiny, monkeypatch):
+    """The process with the model renders nothing, and makes no ids."""
+    both = BothProcesses(tiny)
+    tokenizer = both.session.tokenizer
+    for name in "encode", "chat_prompt", "decode":
+        monkeypatch.setattr(tokenizer, name, fails(AssertionError(name)))
+    fields = dict(messages=FOX, max_tokens=4, prompt="Once", json_schema={"type": "boolean"})
+    for kind in ChatCompletionRequest, CompletionRequest:
+        [said] = both.answer(kind, **fields)
+        assert said.status == 200 and re.search(b'"(true|false)"', said.body)
+    with pytest.raises(APIError, match="Invalid type: x"):
+        both.answer(CompletionRequest, prompt="a", json_schema={"type": "x"})
 
 
 def test_serve_several_texts_under_load(tiny):
@@ -803,13 +847,12 @@ def test_serve_names_of_models(tmp_path, monkeypatch):
         assert serve.model_name("model.gguf", None) == "model.gguf"
 
 
-def test_serve_bounds_its_queue():
+def test_serve_bounds_its_queue(tiny):
     """In bytes, too."""
-    args = serve.parse_args(["-m", str(TALES), "--quiet"])
-    front = serve.Frontend(args, None, "x", 9)
-    of_size = lambda size: serve.Client(1, CompletionRequest, b'{"prompt": "a"}'.ljust(size))
+    front = BothProcesses(tiny).front
+    of_size = lambda size: serve.Client(CompletionRequest, size)
     half = serve.QUEUE_BYTES // 2
-    front.clients[0] = of_size(half)
+    front.clients.add(of_size(half))
 
     def refuses(size: int) -> bool:
         try:
@@ -820,7 +863,7 @@ def test_serve_bounds_its_queue():
         return False
 
     assert not refuses(half) and refuses(half + 1)
-    del front.clients[0]  # its answer is written; one alone may be of any size
+    front.clients.clear()  # its answer is written; one alone may be of any size
     assert not refuses(serve.QUEUE_BYTES)
 
 

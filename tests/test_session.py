@@ -338,6 +338,10 @@ def test_timings_are_not_the_callers(tiny_model, monkeypatch, decode):
     else:
         assert timings.step_seconds > 0
         assert timings.prompt_seconds + timings.step_seconds < took - 5 * 0.1
+    before = timings.step_seconds
+    list(generate(tiny_model, [1, 5, 6], **options))
+    assert timings.new_tokens == 10 and timings.steps == 8, "of both texts"
+    assert timings.step_seconds > before
 
 
 @pytest.mark.parametrize("size, expected", [(32 << 20, 1), ((32 << 20) + 1, 2)])

@@ -6,6 +6,7 @@ import random
 import shutil
 import time
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -753,3 +754,18 @@ def test_spoiled_tokenizer_json(tmp_path, changes, said):
         raw |= changes | {"model": raw["model"] | changes.get("model", {})}
     with pytest.raises(ValueError, match=said):
         open_tokenizer(tmp_path, vocab_size=100)
+
+
+def test_others_run_while_a_long_text_is_encoded(tmp_path):
+    """As a server's other clients do."""
+    t = open_tokenizer(train_tokenizer_json(tmp_path, "llama 3"))
+    longest = 0.0
+    with ThreadPoolExecutor(1) as pool:
+        start = last = time.perf_counter()
+        encoding = pool.submit(t.encode, "The quick brown fox. " * 20_000)
+        while not encoding.done():
+            time.sleep(0.001)
+            now = time.perf_counter()
+            longest = max(longest, now - last)
+            last = now
+    assert longest < (last - start) / 2, "the library keeps the GIL: encode in a batch"
