@@ -198,9 +198,10 @@ class Llama:
     sampling: Sampling = Sampling()  # the checkpoint's own
     exchange: Exchange | None = field(default=None, repr=False)  # if ranks have one
     ops: SimpleNamespace = field(init=False, repr=False)
+    whole_ops: SimpleNamespace = field(init=False, repr=False)  # for what each rank has whole
 
     def __post_init__(self) -> None:
-        self.ops = kernels.ops(self.backend, self.accumulate)
+        self.ops = self.whole_ops = kernels.ops(self.backend, self.accumulate)
         if self.ranks.size > 1:
             fp16_sums = self.accumulate == "fp16"
             self.ops = cut_ops(self.ranks, self.ops, self.exchange, fp16_sums)

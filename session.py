@@ -250,9 +250,6 @@ class Session(Writer):
             torch.set_num_threads(asked.threads)
         if lookup and draft:
             raise ValueError("lookup and draft both propose tokens: use one of them")
-        # Ranks would disagree about when proposals pay off
-        if (lookup or draft) and ranks.size > 1:
-            raise ValueError(f"lookup and draft run in one process, not in {ranks.size}")
         head = smaller = None
         if draft and (folder := find_head(draft)):
             head = HeadFile(folder, checkpoint.folder, config)
@@ -284,6 +281,7 @@ class Session(Writer):
             self.engine.proposer = Draft(draft_max, passes, config.vocab_size)
         if self.engine.proposer:
             self.engine.proposer.always = draft_always
+            self.engine.proposer.ranks = ranks
         self.timings = Timings()  # of all that was generated
         self.load_seconds = time.perf_counter() - start
 

@@ -673,6 +673,7 @@ MUTANTS = [
         "ahead = 0",
         "plain_torch and speculators",
     ),
+    Mutant("speculation/heads.py", "model.whole_ops", "model.ops", "ranks_propose and head"),
     Mutant(
         "speculation/heads.py",
         "if w.norm_before_residual:",

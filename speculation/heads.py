@@ -47,6 +47,7 @@ class Head(Proposer):
         model = passes.model
         slots = passes.cache.spare // passes.cache.run
         self.model = model
+        self.ops = model.whole_ops
         self.weights = weights
         # What Cache and Pass read of a model
         self.config = weights.config
@@ -83,11 +84,11 @@ class Head(Proposer):
 
     def join(self, T: int) -> Tensor:
         """States of T positions [T, C], from what was kept of the model's."""
-        return self.model.ops.linear_store(self.inputs[:T], self.weights.fc, self.states[1 : 1 + T])
+        return self.ops.linear_store(self.inputs[:T], self.weights.fc, self.states[1 : 1 + T])
 
     def begin(self, h: Tensor, pass_: Pass) -> tuple[Tensor, Tensor]:
         """From tokens and states to queries and to the residual. Keys and values go to the cache."""
-        w, ops = self.weights, self.model.ops
+        w, ops = self.weights, self.ops
         x = ops.side_by_side(w.embedding, w.norms, h, pass_)
         if w.norm_before_residual:
             h = x[:, self.config.dim :].contiguous()
@@ -95,7 +96,7 @@ class Head(Proposer):
 
     def finish(self, q: Tensor, h: Tensor, pass_: Pass) -> Tensor:
         """From queries and the residual, which is changed, to the next state. Samples what follows."""
-        w, ops = self.weights, self.model.ops
+        w, ops = self.weights, self.ops
         h = ops.linear_add(ops.attention(q, w.layer, pass_), w.layer.wo, h)
         h = ops.linear_add(ops.rmsnorm_swiglu(h, w.layer, pass_), w.layer.w2, h)
         own = self.own_logits[: len(h)]

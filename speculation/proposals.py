@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from ranks.processes import Ranks
 from sampling import mask_without
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ class Proposer:
         self.passes = self.proposed = self.accepted = 0
         self.held_off = 0  # passes without proposals because of the pacer
         self.always = False  # whether it pays off or not
+        self.ranks = Ranks()  # that write the same text, and go by rank 0's clock
 
     def propose(self, sequence: Sequence, n: int) -> list[int]:
         """Returns n tokens that may follow a text, or an empty list."""
@@ -114,7 +116,7 @@ class Proposer:
 
     def ready(self) -> bool:
         """Whether the next pass may have proposals."""
-        ready = self.always or self.pacer.ready()
+        ready = self.always or self.ranks.agree(self.pacer.ready())
         self.held_off += not ready and self.pacer.single > 0
         return ready
 

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from engine import Engine, Sequence
 from loading.checkpoint import load, read_config
+from ranks.test_ranks import torchrun_bash
 from sampling import Sampling, _choose_ref
 from speculation.head_file import HeadFile
 from speculation.heads import Head
@@ -23,6 +24,7 @@ from speculation.proposals import Lookup
 from tests.helpers import (
     MOST_PROBABLE,
     NAN,
+    PATIENCE,
     RAMP,
     SEED,
     assert_refused,
@@ -549,6 +551,35 @@ def test_heads_from_the_command_line(cli, talking):
     edit(head / "config.json", vocab_size=V)
     refused = cli(*flags, "--draft", head)
     assert_refused(refused, str(head), str(model), f"vocab_size is {V}, not")
+
+
+@pytest.mark.parametrize("way", ["head", "draft model"])
+def test_ranks_propose(cli, talking, way):
+    """What one process writes without. A draft model is divided as well; rank 0's clock says when
+    proposals pay off."""
+    model, head = talking
+    flags = (
+        "-m",
+        model,
+        "-p",
+        "a fox",
+        "-n",
+        30,
+        "-s",
+        5,
+        "--dtype",
+        "fp32",
+        "-o",
+        "jsonl",
+        "--ignore-eos",
+    )
+    (plain,) = objects(cli(*flags)[1])
+    own = ("--draft", head, "--draft-always") if way == "head" else ("--draft", model)
+    process = torchrun_bash("exec $RUN", *flags, *own)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, err
+    (found,) = objects(out.decode())
+    assert found["text"] == plain["text"] and found["proposed_tokens"] > 0
 
 
 def test_always(exact):
