@@ -604,7 +604,7 @@ def _few_kernel(
 
 # ---- many tokens
 #
-#      Up to some hundred tokens, a matrix of fewer than 16 bits is decoded tile by tile and never
+#      Up to 64 tokens, or with experts, a matrix of fewer than 16 bits is decoded tile by tile, never
 #      rewritten: on Hopper by cards/hopper.py, elsewhere, and in formats that it does not decode, by
 #      the kernel here. launch.json says from how many tokens on the library is faster, which
 #      multiplies a rewritten copy.
@@ -612,7 +612,7 @@ def _few_kernel(
 #      With experts, the slots are sorted by expert. The programs of a tile take a block of slots that
 #      chose the same expert. Which expert and which slots these are follows from how many each expert
 #      has. So the grid depends on numbers of tokens only, and can be captured: the programs beyond
-#      the last block end at once.
+#      the last block exit at once.
 
 
 @jit
@@ -696,8 +696,8 @@ class Plan(NamedTuple):
     """A kernel for a product, and how it is launched."""
 
     kernel: object
-    # Programs that share the rows of a matrix, then matrices or blocks of tokens or slots;
-    # cards/hopper.py has these the other way round, then programs that share a tile
+    # Programs that share the rows of a matrix, then matrices or blocks of tokens or slots. For
+    # cards/hopper.py: all programs or, with experts, blocks of slots, then the programs of a block
     grid: tuple[int, ...]
     warps: int
     constants: dict[str, Any]  # what it is compiled for, besides N, K, format and epilogue
@@ -886,8 +886,8 @@ def _decoded_on_hopper(x: Tensor, w: Matrix, sizes: ManySizes) -> bool:
 
 
 def _shares(blocks: int, tiles: int, steps: int, room: int) -> int:
-    """Among how many programs the tiles of each block are divided, so that an SM has least to do
-    where so many programs have room. What a program costs by itself is counted in steps."""
+    """Among how many programs the tiles of each block are divided, so that the last SM is done as early
+    as can be, if `room` programs run at once. Beginning a program counts as four steps."""
 
     def most(shares: int) -> int:
         rounds = triton.cdiv(blocks * shares, room)

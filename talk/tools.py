@@ -441,7 +441,7 @@ class Router:
             yield Part("called")
 
     def _called(self, end: int) -> None:
-        """Go on behind a call."""
+        """Go on after a call."""
         self._enter("text", self._pending[end:])
         self._first = False
         self._close = self.style.close
