@@ -2,7 +2,9 @@
 said and what is called.
 
 Each family writes calls in its own way, a Style, which is found from the chat template. To add one,
-write the function that reads a call, and a row of STYLES."""
+write the function that reads a call, and a row of STYLES: the first whose pattern is in a template
+counts. The function must also read what call_grammar has a model write if a call is required, an object
+of JSON between the style's `opens` and `close`."""
 
 from __future__ import annotations
 
