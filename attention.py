@@ -4,8 +4,8 @@ sequence; G = H / KH query heads share one k, v head.
 q [T, H, D], keys and values of one layer [KH, P, D] -> [T, H D]
 
 Three kernels: for one query row per key/value head, for up to SPLIT_ROWS, and for a prompt, which
-is a single segment. On Hopper, cards/hopper.py has one for a few, up to 64 tokens and 128 rows, and
-one for long prompts.
+is a single segment. For Hopper, cards/hopper.py has one for up to 64 tokens and 128 rows, and one
+for long prompts.
 All keep a running softmax in base 2, with the factor log2(e) folded into qk_scale (online softmax:
 Milakov and Gimelshein, 2018)."""
 
@@ -45,7 +45,7 @@ from launch import (
 if TYPE_CHECKING:
     from sampling import Sampler
 
-# ---- what ops see of model.LayerWeights and of engine.Pass
+# ---- what ops see of model.LayerWeights and of passes.Pass
 #
 #      model.py imports the ops, so they cannot import it: a field that an op needs is listed here
 #      as well.
@@ -69,11 +69,11 @@ class PassView(Protocol):
     of N segments, one after the other; a segment is some tokens of one sequence.
 
     The P places of the cache belong to sequences, a run of them to each: position p of a sequence
-    is at place first + p. Rows behind those of the last segment are padding: what ops make of them
+    is at place first + p. Rows after those of the last segment are padding: what ops make of them
     is written, but attention gives them zeros, and no other row reads their keys and values."""
 
     tokens: Tensor  # int32 [P]: the token at each place
-    # int32 [P]: what was sampled, one place behind the sampled row's own, for the host (pinned memory
+    # int32 [P]: what was sampled, one place after the sampled row's own, for the host (pinned memory
     # on a GPU); -1 where logits are not finite
     drawn: Tensor
     place: Tensor  # int32 [T]: where each row's token, keys and values lie

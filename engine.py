@@ -64,7 +64,7 @@ class Sequence:
         """take: called with each token as it is read, and its score if asked for; returns whether the
         text ends there. n: tokens at most; below 0 as many as fit. eos: ids that end the text; with
         ignore_eos they are never sampled. progress: called with the number of tokens of the prompt that
-        are done, and the total. scores: note each token's, with so many of the most probable ones.
+        are done, and the total. scores: note each token's, with that many of the most probable ones.
         prompt_scores: called with those of a part of the prompt's tokens, from the second on. bias:
         added to the logits of these ids. constraint: says which tokens may come next."""
         self.prompt = [*prompt]  # the caller may go on using the list
@@ -89,7 +89,8 @@ class Sequence:
         self.pos = 0  # positions whose evaluation was launched
         self.placed = 0  # of its tokens, how many the device has
         self.drawn = 0  # tokens of the text whose sampling was launched
-        # Seconds since the text was last asked for a token, or since its first one
+        # Seconds up to its first token, afterwards since that: in which somebody waited for it, and
+        # which its passes took
         self.waited = 0.0
         self.busy = 0.0
 
@@ -129,7 +130,7 @@ class Slot:
     def __init__(self, first: int, vocab_size: int, device: torch.device):
         self.first = first  # the place of position 0
         self.sequence: Sequence | None = None
-        self.used = 0  # a number that grows with each use
+        self.used = 0  # a number that is larger, the later it was last given to a text
         self._tokens: list[int] = []  # whose keys and values are there
         # The latest prompt that was evaluated, and the logits of its last token: so the same prompt
         # gives the same text when it comes again. Evaluated on its own, that token would be rounded
@@ -166,7 +167,7 @@ class Slot:
 
 class Row(NamedTuple):
     """A sequence's part of a pass that samples: the position of its first row there, and what was
-    proposed to follow it. Where the device has proposed, only the device knows either."""
+    proposed to follow it. Where the device has proposed, only the device knows these."""
 
     sequence: Sequence
     start: int | None
@@ -183,7 +184,7 @@ class Launched:
     rows: list[Row]  # none if nothing was sampled
     # of each row: the most probable tokens, their log-probabilities, and that of the sampled one
     scores: tuple[Tensor, Tensor, Tensor] | None = None
-    writes: bool = False  # it evaluated no prompt
+    writes: bool = False  # it went on with texts, and evaluated no prompt
     waited: bool = False  # the device was idle while proposals were looked for
     # What the device proposed to follow each row, and what it drew there: int32 [2, texts, rows]
     verified: Tensor | None = None
@@ -267,7 +268,7 @@ class Engine:
         self._count += 1
 
     def _guarded(self, sequence: Sequence, do: Callable, *args) -> None:
-        """Call `do`; an error is that of the sequence."""
+        """Call `do`; an error that it raises ends the sequence, and no other."""
         try:
             do(*args)
         except Exception as error:
@@ -619,8 +620,8 @@ def generate(
 
     engine: by default a new one; what the prompt has in common with an earlier text of it is not
     evaluated again. sampling: by default the model's. eos: by default the config's. progress: called
-    with the number of tokens of the prompt that are done, and the total. Raises what
-    check_prompt does, ContextFull if the prompt is longer than the context, RuntimeError if the logits are not
+    with the number of tokens of the prompt that are done, and the total. Raises what check_prompt
+    does, ContextFull if the prompt is longer than the context, RuntimeError if the logits are not
     finite."""
     check_prompt(prompt, model.config.vocab_size)
     engine = engine or Engine(model)

@@ -189,7 +189,7 @@ def _pick_kernel(
 
 @jit
 def _sort_kernel(ids, order, counts, COUNT, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """The slots of one expert, in the order of tokens, behind those of lower experts."""
+    """The slots of one expert, in the order of tokens, after those of lower experts."""
     gdc_launch_dependents(PDL)
     expert = tl.program_id(0)
     offs = tl.arange(0, BLOCK)

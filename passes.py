@@ -27,7 +27,7 @@ from texts import check_room
 # How many tokens of a prompt are evaluated at once: enough to be compute-bound, with little
 # workspace
 PROMPT_CHUNK = {"cpu": 512, "cuda": 2048}
-# Numbers of tokens that are captured as CUDA graphs; a prompt is padded to the next one. Up to
+# Lengths of prompts that are captured as CUDA graphs; others are padded to the next one. Up to
 # about 190 tokens, a prompt takes as long as reading the weights; beyond, as long as its
 # arithmetic, so that a step is at most a twelfth of the length. The longest is two chunks, since a
 # small remainder would have to read and decode all the weights again
@@ -36,7 +36,7 @@ LENGTHS += (*range(192, 384, 16), *range(384, 768, 32), *range(768, 2048, 64))
 LENGTHS += tuple(range(2048, 4097, 128))
 TEXTS = (1, 2, 4, 8, 16, 32, 64)  # numbers of texts that are captured; others are padded
 MOST_TEXTS = TEXTS[-1]
-AHEAD = 2  # positions behind the last of a sequence that a pass launched ahead may write
+AHEAD = 2  # positions beyond the last of a sequence that a pass launched ahead may write
 SPARE = 16  # places that padding writes: as many as a padded segment may have rows
 
 
@@ -48,7 +48,7 @@ class Cache:
     another: the positions of one begin at its slot's `first`.
 
     Keys and values of a layer are a tensor [KH, P, D] each, in the model's kv_dtype, so the positions of
-    a head are contiguous. Behind all runs lie the places that padding writes."""
+    a head are contiguous. After all runs lie the places that padding writes."""
 
     def __init__(self, model: Llama, slots: int, size: int):
         """size: positions of a sequence."""
@@ -136,14 +136,14 @@ class Pass:
         self.norm_topk = model.config.norm_topk
 
     def lie_in(self, now: Tensor, T: int, N: int) -> None:
-        """Have this memory, int32 [2 T + 4 N], for where the rows lie."""
+        """Use this memory, int32 [2 T + 4 N], for where the rows lie."""
         self.now = now
         self.place, self.position, segments = now.split([T, T, 4 * N])
         self.segments = segments.view(N, 4)
 
     def take(self, segments: list[Segment]) -> None:
-        """Evaluate these next. The rows that they leave are padding: of a prompt, copies of nothing at a
-        spare place; of several texts, whole segments there."""
+        """Evaluate these next. The rows that are left over are padding: of a prompt, rows that all lie at
+        one spare place; of several texts, whole segments at spare places."""
         T, N = len(self.place), len(self.segments)
         places: list[int] = []
         positions: list[int] = []
@@ -177,8 +177,8 @@ TYPECODES = {torch.int32: "i", torch.int64: "q"}  # of arrays
 
 
 def on_its_way(values: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Values, not none, in memory from which a GPU copies while the host goes on. torch.tensor would
-    take three times as long to read the list."""
+    """Values, at least one, in memory from which a GPU copies while the host goes on. torch.tensor
+    would take three times as long to read the list."""
     known = torch.frombuffer(array(TYPECODES[dtype], values), dtype=dtype)
     return known.pin_memory() if device.type == "cuda" else known
 
@@ -215,7 +215,7 @@ class Follower(Protocol):
         """Memory for those of a pass of T tokens: PassView.kept."""
 
     def follow(self, pass_: Pass, first: int, start: int, count: int) -> None:
-        """A pass has evaluated so many tokens of a prompt, from the position `start` on."""
+        """A pass has evaluated `count` tokens of a prompt, from the position `start` on."""
 
 
 class Passes:
@@ -245,7 +245,7 @@ class Passes:
         return self._passes[key]
 
     def segments(self, texts: int) -> int:
-        """How many segments a pass of so many texts has."""
+        """How many segments a pass of this many texts has."""
         if self.model.uses_graphs:
             return next(n for n in TEXTS if n >= texts)
         return texts
@@ -325,7 +325,8 @@ class Passes:
     # Prompts
 
     def chunk(self, left: int, most: int | None = None) -> int:
-        """How many of so many tokens of a prompt are evaluated at once."""
+        """How many tokens of a prompt are evaluated at once, if this many are left. most: the bound, if
+        it is not the usual one."""
         chunk = most or PROMPT_CHUNK[self.model.device.type]
         longest = chunk
         if self.model.uses_graphs and not most:

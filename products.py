@@ -604,7 +604,7 @@ def _few_kernel(
 
 # ---- many tokens
 #
-#      Up to some hundred tokens, a matrix of fewer than 16 bits is decoded tile by tile and never
+#      Up to 64 tokens, or with experts, a matrix of fewer than 16 bits is decoded tile by tile, never
 #      rewritten: on Hopper by cards/hopper.py, elsewhere, and in formats that it does not decode, by
 #      the kernel here. launch.json says from how many tokens on the library is faster, which
 #      multiplies a rewritten copy.
@@ -612,7 +612,7 @@ def _few_kernel(
 #      With experts, the slots are sorted by expert. The programs of a tile take a block of slots that
 #      chose the same expert. Which expert and which slots these are follows from how many each expert
 #      has. So the grid depends on numbers of tokens only, and can be captured: the programs beyond
-#      the last block end at once.
+#      the last block exit at once.
 
 
 @jit
@@ -696,8 +696,8 @@ class Plan(NamedTuple):
     """A kernel for a product, and how it is launched."""
 
     kernel: object
-    # Programs that share the rows of a matrix, then matrices or blocks of tokens or slots;
-    # cards/hopper.py has these the other way round, then programs that share a tile
+    # Programs that share the rows of a matrix, then matrices or blocks of tokens or slots. For
+    # cards/hopper.py: all programs or, with experts, blocks of slots, then the programs of a block
     grid: tuple[int, ...]
     warps: int
     constants: dict[str, Any]  # what it is compiled for, besides N, K, format and epilogue
@@ -856,9 +856,9 @@ def launch_many(
     row_tiles = triton.cdiv(rows, sizes.rows)
     constants = dict(TOKENS=sizes.block, ROWS=sizes.rows, STAGES=sizes.stages, EXPERTS=experts)
     last = (w.bias, count, args, order, counts)
-    if _decoded_on_hopper(x, w, sizes):
+    columns = _columns_on_hopper(x, w, sizes)
+    if columns:
         room = processors(x.device) * sizes.programs
-        columns = math.gcd(w.columns, sizes.columns)
         steps = w.columns // columns
         if slots:
             # About half of the experts have one block more than their slots fill
@@ -880,14 +880,17 @@ def launch_many(
         launch_plan(plan, (x, x_scales, w.tensors, *last), w, rows, epilogue)
 
 
-def _decoded_on_hopper(x: Tensor, w: Matrix, sizes: ManySizes) -> bool:
-    decodes = capability(x.device) == 90 and format_of(w).groups is not None
-    return decodes and x.element_size() == 2 and w.columns % min(sizes.columns, 128) == 0
+def _columns_on_hopper(x: Tensor, w: Matrix, sizes: ManySizes) -> int:
+    """How many columns cards/hopper.py takes at a time. Returns 0 where it does not decode W."""
+    if capability(x.device) != 90 or format_of(w).groups is None or x.element_size() != 2:
+        return 0
+    columns = math.gcd(w.columns, sizes.columns)
+    return columns if columns >= min(sizes.columns, 128) else 0
 
 
 def _shares(blocks: int, tiles: int, steps: int, room: int) -> int:
-    """Among how many programs the tiles of each block are divided, so that an SM has least to do
-    where so many programs have room. What a program costs by itself is counted in steps."""
+    """Among how many programs the tiles of each block are divided, so that the last SM is done as early
+    as can be, if `room` programs run at once. Beginning a program counts as four steps."""
 
     def most(shares: int) -> int:
         rounds = triton.cdiv(blocks * shares, room)

@@ -1,5 +1,5 @@
-"""What is asked of a model, and all of it that needs no model: prompts, conversations, and the checks of
-what is wanted.
+"""What is asked of a model, as far as that needs no model: prompts, conversations, and the checks of what
+is wanted.
 
 A Writer continues prompts. It is a Session, whose model is in this process, or the server's, whose model
 is in another one. This needs no torch."""
@@ -44,7 +44,7 @@ class Order:
 
 
 class Writer:
-    """Whoever continues prompts: what of that needs no model."""
+    """Whoever continues prompts: the part of it that needs no model."""
 
     def __init__(
         self,
@@ -90,23 +90,22 @@ class Writer:
         progress: Callable[[int, int], None] | None = None,
         **settings,
     ) -> Generation:
-        """Continue a prompt, in which the names of control tokens stand for these. Nothing is
-        evaluated before the first piece is asked for.
-        There are at most n tokens; below 0 there is no limit but the context. The text ends before
-        `stop`, or the first of several such strings.
+        """Continue a prompt, in which the names of control tokens stand for the tokens. Nothing is
+        evaluated before the first piece is asked for. There are at most n tokens; below 0 there is
+        no limit but the context. The text ends before `stop`, or the first of several such strings.
 
         sampling: by default the session's, in which settings, such as temp=0.5, replace single
         values. eos: the ids that end the text, by default the model's; with ignore_eos they are
         never chosen. strip_space: leave out a space at the beginning of the text; by default if the
         prompt is empty and the tokenizer puts one first. progress: called with the number of tokens
         of the prompt that are done, and the total. logprobs: note the log-probability of each
-        token, and of so many of the most probable ones at its place; tokens are then decoded one by
-        one. echo: the text begins with the prompt, which is the first piece; the prompt's tokens
+        token, and of that many of the most probable ones at its place; tokens are then decoded one
+        by one. echo: the text begins with the prompt, which is the first piece; the prompt's tokens
         then have log-probabilities, too. shown: control tokens that the text does not leave out.
-        logit_bias: what is added to the logits of these ids. min_tokens: the text does not end with
-        an eos before. stop_token_ids: more ids that end it. schema: the text is JSON, as this JSON
-        schema says. grammar: the text is what this grammar says, in Lark. after: both hold for what
-        follows this, such as "</think>".
+        logit_bias: what is added to the logits of these ids. min_tokens: before that many tokens,
+        no eos ends the text. stop_token_ids: more ids that end it. schema: the text is JSON, as this
+        JSON schema says. grammar: the text is what this grammar says, in Lark. after: schema and
+        grammar hold for what follows this string, such as "</think>".
 
         Raises TypeError for an unknown setting, ValueError for one out of range or for a wrong
         prompt, and texts.ContextFull, which is a ValueError, for a prompt longer than the context.
@@ -169,7 +168,7 @@ class Writer:
             raise ValueError(f"there is no token {wrong[0]}; the model's are 0 .. {V - 1}")
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a prompt, in which the names of control tokens stand for these; for an empty
+        """The ids of a prompt, in which the names of control tokens stand for the tokens; for an empty
         text, an id from which the model can start. Raises ValueError for a lone surrogate."""
         first = [i for i in (self.tokenizer.bos, self.tokenizer.eos) if i >= 0][:1]
         return self.tokenizer.encode(text, parse_special=True) or first

@@ -9,12 +9,12 @@ seed, position and token alone, so a seed gives the same text on every device, a
 mostly draws what the model itself will (Daliri, Musco and Suresh, 2024).
 
 The op `sample` reads logits float32 [R, V] of rows of a pass, which it may overwrite, and writes
-the token chosen to follow each of them to `drawn`, one place behind the row's own, or -1 where the
+the token chosen to follow each of them to `drawn`, one place after the row's own, or -1 where the
 logits are not finite. If the pass feeds what it samples, the token is also written to `tokens`
 there, as 0 if it is -1. Each row has its own settings and seed, which the pass's Sampler holds, and
 its own history: the tokens of its sequence up to the row's own.
 
-To add a setting, touch three files. Its flags, the field of requests and the reader of
+To add a setting, touch these files. Its flags, the field of requests and the reader of
 generation_config.json come from its row.
 
 1. settings.py: its row in Sampling, and in the docstring which value is off.
@@ -23,7 +23,7 @@ and the names of its places, with which kernels load it; the kernels, of which _
 changes logits, and _draw and the two that call it filter them. If it costs time when it is off,
 also a field of Switches, and its value in Sampler.switches.
 3. tests/: its values in test_sampling_equals_the_reference, its default in
-test_flags_that_are_not_given."""
+test_flags_that_are_not_given. MANUAL.md: the row of its flag."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 

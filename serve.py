@@ -1,6 +1,6 @@
 """Serve a model over HTTP with OpenAI's API, for editors, front ends and agents.
 
-One process has the model, and answers several requests beside each other. Another talks with clients,
+One process has the model, and answers several requests at the same time. Another talks with clients,
 by way of starlette and uvicorn, so that the model never waits for Python's GIL. What requests and
 answers look like is in talk/openai.py."""
 

@@ -233,9 +233,9 @@ class Session(Writer):
         """model: a folder, a GGUF file, or a repository of the hub. options: how it is run, see
         settings.Options; dtype may also be torch's. sampling, quiet and ranks: see
         checkpoint.load. chat_template: a name or a file, instead of the checkpoint's own. lookup:
-        propose so many tokens from earlier in the text. draft: a smaller model, or a head that was
-        trained for this one, which proposes draft_max tokens. draft_always: also where proposals
-        cost more time than they save. Raises ValueError, OSError or MemoryError with a message of
+        propose up to this many tokens from earlier in the text. draft: a smaller model, or a head
+        that was trained for this one, which proposes draft_max tokens. draft_always: also where
+        proposals cost more time than they save. Raises ValueError, OSError or MemoryError with a message of
         one line."""
         start = time.perf_counter()
         if "dtype" in options:

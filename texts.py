@@ -27,7 +27,7 @@ def check_prompt(prompt: list[int], vocab_size: int) -> None:
 
 
 def check_room(count: int, size: int) -> None:
-    """Raise ContextFull if a text of so many tokens does not fit into a context of this size."""
+    """Raise ContextFull if a text of this many tokens does not fit into a context of this size."""
     if count > size:
         holds = f"the context holds {size} (ctx_size)"
         raise ContextFull(f"the text has {count} tokens; {holds}")
@@ -37,7 +37,7 @@ class Score(NamedTuple):
     """The log-probability of a token, by the model's own logits: no setting changes it."""
 
     logprob: float
-    best: list[tuple[int, float]]  # the most probable tokens at this place, and theirs
+    best: list[tuple[int, float]]  # the most probable tokens here, each with its logprob
 
 
 class Logprob(NamedTuple):

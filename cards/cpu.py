@@ -100,7 +100,7 @@ def _onednn_linear(x: Tensor, w: Matrix) -> Tensor:
 
 
 def _padded(x: Tensor) -> Tensor:
-    """x [T, K] with rows of zeros behind it, up to one of a few sizes. OneDNN, which multiplies
+    """x [T, K] with rows of zeros after it, up to one of a few sizes. OneDNN, which multiplies
     bf16, compiles a kernel for each new size, which takes milliseconds and 0.7 MB per matrix shape:
     with ever new prompt lengths a chat would grow by hundreds of MB. It computes 16 rows at a time,
     so most of the padding costs nothing. Products of other types compile nothing."""

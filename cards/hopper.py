@@ -501,13 +501,13 @@ def few_attention_kernel(
 
 
 def attends_few(q: Tensor, longest: int, rows: int) -> bool:
-    """Whether the kernel is meant for segments of at most so many tokens, and rows per key/value
+    """Whether the kernel is meant for segments of up to `longest` tokens, and `rows` per key/value
     head. With more of them, the kernels for prompts are as fast."""
     fits = longest <= 64 and rows <= 128
     return not INTERPRETED and fits and q.itemsize == 2 and q.shape[2] <= 128
 
 
-# ---- products with up to some hundred tokens, of a matrix that is decoded on the way
+# ---- products of many tokens, with a matrix that is decoded on the way
 #
 #      wgmma takes 64 rows of W from the registers of four warps, and x from shared memory. Of every
 #      16 columns of a row it expects from each of four threads
@@ -523,8 +523,8 @@ def attends_few(q: Tensor, longest: int, rows: int) -> bool:
 #      decoded.
 #
 #      A program takes steps of neighbouring tiles without a pause, so that loads stay in flight. With
-#      few tiles, several programs share each; with many, each program has as many steps. The last
-#      one of those that share a tile adds up their sums. With experts a program has whole tiles.
+#      few tiles, several programs share each; with many, all programs have equally many steps. The
+#      last one of those that share a tile adds up their sums. With experts a program has whole tiles.
 
 
 @constexpr_function
@@ -574,7 +574,7 @@ def _copy_codes(codes, w, rows, step, K: gl.constexpr, COLUMNS: gl.constexpr):
 
 @jit
 def _copy_groups(tile, w, rows, step, K: gl.constexpr, GROUP: gl.constexpr):
-    """The same for a tensor with an element for each GROUP columns: one for every 32."""
+    """The same for a tensor with an element for each GROUP columns: copies one for every 32."""
     G: gl.constexpr = tile.shape[1]
     VEC: gl.constexpr = 32 // tile.dtype.primitive_bitwidth if GROUP > 32 else G
     LAYOUT: gl.constexpr = gl.BlockedLayout(
@@ -828,10 +828,10 @@ def many_kernel(
     FORMAT: gl.constexpr, EPILOGUE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Tiles of ROWS rows of W by TOKENS of T tokens, or of the slots of an expert, COLUMNS columns a
-    step. With experts a program has a tile; otherwise the steps of all tiles are divided evenly.
+    step. With experts a program has whole tiles; otherwise the steps of all tiles are divided evenly.
 
     work     the program's first step, and the end of its steps; its expert, where the slots begin,
-             and how many there are, or tokens
+             and how many slots there are; without experts 0, 0, and how many tokens there are
     result   what the epilogue gets, the rows of W, the bias, where programs that share a tile leave
              sums, and the slots"""
     gdc_launch_dependents(PDL)
@@ -893,16 +893,20 @@ def many_kernel(
 
 
 def registers(warps: int, programs: int) -> int:
-    """How many registers a thread has at first, if so many programs with so many warps that multiply
-    are to fit on an SM."""
+    """How many registers a thread has at first, if this many programs, each with this many warps that
+    multiply, are to fit on an SM."""
     return min(224, 65536 // (32 * (warps + LOADERS.value) * programs) // 8 * 8)
 
 
+SHARED_MEMORY = 227 * 1024  # bytes that the programs of an SM may have
+HAND_OVER = 16 * 1024 + 256  # of these a program hands its sums over in
+
+
 def stages(w: Matrix, sizes: ManySizes, columns: int) -> int:
-    """How many steps of so many columns fit into the shared memory that a program has, beside what
-    it needs to hand over its sums; at most sizes.stages."""
+    """How many steps of `columns` columns fit into the shared memory that a program has, beside what it
+    needs to hand over its sums; at most sizes.stages."""
     codes, *groups = w.tensors[: 1 + len(w.format.groups)]
     bytes_of_row = codes.nbytes // w.rows * columns // w.columns
     bytes_of_row += sum(t.itemsize for t in groups) * columns // 32
     step = sizes.rows * bytes_of_row + sizes.block * columns * 2
-    return min(sizes.stages, (227 * 1024 // sizes.programs - 16640) // step)
+    return min(sizes.stages, (SHARED_MEMORY // sizes.programs - HAND_OVER) // step)

@@ -134,7 +134,7 @@ class Proposer:
     # (speculation/heads.py). Texts are given by their first place in the cache
 
     def chain(self, texts: int, n: int) -> Chain | None:
-        """How the device itself proposes n tokens for each of so many texts."""
+        """How the device itself proposes n tokens for each of this many texts."""
         return None
 
     def reuse(self, source: int, target: int, count: int) -> int:
@@ -147,7 +147,7 @@ class Proposer:
         raise NotImplementedError
 
     def note(self, first: int, count: int) -> None:
-        """A chain has evaluated a text up to so many tokens."""
+        """A chain has evaluated this many tokens of a text."""
 
     def summary(self) -> str:
         share = "none of 0"
@@ -166,7 +166,7 @@ class Index:
     """Where runs of tokens occur in a text."""
 
     def __init__(self):
-        # For every run of SHORTEST to LONGEST tokens, the index behind its latest occurrence
+        # For every run of SHORTEST to LONGEST tokens, the index after its latest occurrence
         self.ends: dict[tuple[int, ...], int] = {}
         self.done = 0  # runs that end before this index are in `ends`
 

@@ -118,7 +118,7 @@ def import_torch() -> None:
 
 
 def exit_code(work: Callable[..., int], args: argparse.Namespace) -> int:
-    """Do a program's work(args, parallel.Ranks) and return its exit code: 1, with one line on
+    """Do a program's work(args, ranks) and return its exit code: 1, with one line on
     stderr (with --debug, a traceback), if it fails. If there are several processes, each exits
     here."""
     from ranks.processes import Ranks

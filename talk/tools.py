@@ -2,7 +2,9 @@
 said and what is called.
 
 Each family writes calls in its own way, a Style, which is found from the chat template. To add one,
-write the function that reads a call, and a row of STYLES."""
+write the function that reads a call, and a row of STYLES: the first whose pattern is in a template
+counts. The function must also read what call_grammar has a model write if a call is required, an object
+of JSON between the style's `opens` and `close`."""
 
 from __future__ import annotations
 
@@ -441,7 +443,7 @@ class Router:
             yield Part("called")
 
     def _called(self, end: int) -> None:
-        """Go on behind a call."""
+        """Go on after a call."""
         self._enter("text", self._pending[end:])
         self._first = False
         self._close = self.style.close
