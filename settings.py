@@ -93,6 +93,7 @@ class Option(NamedTuple):
     high: float
     help: str  # of its flag
     flag: str  # another name of that; empty if there is none
+    placed: bool  # the programs place its flag themselves, instead of with all others
     generates: bool  # it matters only where text is generated
 
 
@@ -104,9 +105,10 @@ def _option(
     low: float = 0,
     high: float = INF,
     flag: str = "",
+    placed: bool = False,
     generates: bool = False,
 ):
-    option = Option(kind, choices, low, high, help, flag, generates)
+    option = Option(kind, choices, low, high, help, flag, placed, generates)
     return field(default=default, metadata={"option": option})
 
 
@@ -130,14 +132,14 @@ class Options:
     ctx_size: int | None = _option(None,
         "context in tokens; 0: as much as the model was trained for [the same as far as memory holds"
         " it, at most 32,768, on a CPU 8,192]",
-        kind=int, high=1 << 24, flag="-c")
+        kind=int, high=1 << 24, flag="-c", placed=True)
     parallel: int = _option(1, "texts written at once, each with a context of its own",
-        kind=int, low=1, high=64, flag="-np")
+        kind=int, low=1, high=64, flag="-np", placed=True)
     dtype: str = _option("auto", "auto: the checkpoint's; on a CPU bf16 or fp32",
-        "auto", *DTYPE_NAMES)
-    format: str | None = _option(None, "")  # a name of kernels.FORMATS
+        "auto", *DTYPE_NAMES, placed=True)
+    format: str | None = _option(None, "", placed=True)  # a name of kernels.FORMATS
     kv_fp8: bool = _option(False, "keep keys and values as 8-bit floats: half the context's memory",
-        kind=bool, generates=True)
+        kind=bool, placed=True, generates=True)
     device: str = _option("auto", "cpu, cuda or cuda:N", kind=device_name_of, flag="-dev")
     threads: int | None = _option(None,
         "CPU threads [one for a model of at most 32 MB, otherwise one per core]",

@@ -407,8 +407,9 @@ def add_model_flags(parser: Parser, writes: str = "") -> Callable:
 
 def add_device_flags(parser: Parser, writes: str = "") -> None:
     add = parser.group("where it runs")
-    for name in ("device", "threads", "backend", "accumulate"):
-        add_option(add, name, writes)
+    for name, option in OPTIONS.items():
+        if not option.placed:
+            add_option(add, name, writes)
 
 
 def options_of(args: argparse.Namespace, **changes) -> dict[str, object]:
