@@ -37,7 +37,8 @@ from texts import Score, Timings, check_prompt, check_room
 if TYPE_CHECKING:
     from constraints import Constraint
 
-CHUNK_BESIDE = 512  # tokens of a prompt at once, while other texts wait for their next one
+# Tokens of a prompt at once, while other texts wait for their next one: for them each chunk is a pause
+CHUNK_BESIDE = {"cpu": 128, "cuda": 512}
 SCORES_AT_ONCE = 1 << 22  # logits of a prompt's tokens that are in memory together
 
 
@@ -342,7 +343,8 @@ class Engine:
                 self._score_chunk(sequence)
             else:
                 part = prompt[sequence.pos :]
-                count = self.passes.chunk(len(part), CHUNK_BESIDE if others else None)
+                most = CHUNK_BESIDE[self.model.device.type] if others else None
+                count = self.passes.chunk(len(part), most)
                 self.passes.evaluate_prompt(part[:count], sequence.pos, slot.first)
                 sequence.pos += count
             sequence.placed = sequence.pos

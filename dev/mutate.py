@@ -291,7 +291,7 @@ MUTANTS = [
     ),
     Mutant(
         "engine.py",
-        "CHUNK_BESIDE if others else None",
+        "CHUNK_BESIDE[self.model.device.type] if others else None",
         "None",
         "take_turns and CPU",
     ),

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import kernels
 import launch
 import sampling
-from engine import Engine, Timings, generate
+from engine import CHUNK_BESIDE, Engine, Timings, generate
 from launch import captured
 from loading.checkpoint import load
 from passes import LENGTHS, MOST_TEXTS, PROMPT_CHUNK, Passes
@@ -90,7 +90,7 @@ def small_chunks():
     """In which prompts of a few tokens are evaluated as long ones are otherwise."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PROMPT_CHUNK, DEVICE.type, 8)
-        patch.setattr("engine.CHUNK_BESIDE", 3)
+        patch.setitem(CHUNK_BESIDE, DEVICE.type, 3)
         patch.setattr("passes.LENGTHS", (1, 4, 8, 12))
         yield patch
 
