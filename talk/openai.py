@@ -107,7 +107,7 @@ def timings(texts: Sequence[Generation]) -> dict:
 
 
 def as_tool_call(id: str, name: str, arguments: str | dict) -> dict:
-    """A call as it is answered and, with an object of arguments, as chat templates know it."""
+    """A call, as it is asked for and answered."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -262,20 +262,16 @@ def text_of(content: str | list | None) -> str:
     return content or ""
 
 
+def read_arguments(arguments: object) -> object:
+    """Arguments of a call as chat templates know them. Raises ValueError."""
+    return from_json(arguments or "{}") if isinstance(arguments, str) else arguments
+
+
 class Function(Strict):
     """A function that is called."""
 
     name: str
-    arguments: str | dict = "{}"
-
-    def plain(self) -> dict:
-        """As chat templates know it, with arguments that are an object. Raises ValueError."""
-        arguments = self.arguments
-        if isinstance(arguments, str):
-            arguments = from_json(arguments or "{}")
-        if not isinstance(arguments, dict):
-            raise ValueError
-        return {"name": self.name, "arguments": arguments}
+    arguments: Annotated[dict, BeforeValidator(read_arguments)] = {}
 
 
 class ToolCall(Strict):
@@ -285,13 +281,21 @@ class ToolCall(Strict):
 
 
 class Message(Strict):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    """A message, whose fields are what chat templates know."""
+
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant", "tool"],
+        AfterValidator(lambda role: "system" if role == "developer" else role),
+    ]
     content: Annotated[
         str | list[TextPart] | None,
         must_be("a string, or a list of parts of the type text: only text is supported"),
-    ] = None
+        AfterValidator(text_of),
+    ] = ""
     tool_calls: Annotated[
-        list[ToolCall] | None, must_be("a list of calls of functions, or absent")
+        list[ToolCall] | None,
+        must_be("a list of calls of functions, whose arguments must be an object of JSON"),
+        AfterValidator(lambda calls: calls or None),
     ] = None
     tool_call_id: str | None = None
     name: str | None = None
@@ -307,24 +311,7 @@ class Message(Strict):
             raise PydanticCustomError("wrong", "content is missing")
         if self.role == "tool" and self.tool_call_id is None:
             raise PydanticCustomError("wrong", "tool_call_id is missing")
-        self.plain()
         return self
-
-    def plain(self) -> dict:
-        """The message as chat templates know it."""
-        role = "system" if self.role == "developer" else self.role
-        plain = {"role": role, "content": text_of(self.content)}
-        try:
-            calls = [call.function.plain() for call in self.tool_calls or ()]
-        except ValueError:
-            what = "tool_calls: arguments must be an object of JSON"
-            raise PydanticCustomError("wrong", what) from None
-        if calls:
-            plain["tool_calls"] = [
-                as_tool_call(call.id, **function) for call, function in zip(self.tool_calls, calls)
-            ]
-        more = self.model_dump(include={"tool_call_id", "name", "reasoning_content"})
-        return plain | {name: value for name, value in more.items() if value is not None}
 
 
 def is_tool(value: dict) -> dict:
@@ -699,9 +686,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     def variables(self) -> dict:
         """What the chat template is given besides messages and tools."""
-        given = self.model_dump(
-            include={"reasoning_effort", "enable_thinking"}, exclude_none=True
-        )
+        given = self.model_dump(include={"reasoning_effort", "enable_thinking"}, exclude_none=True)
         if self.reasoning_effort == "none":
             given.setdefault("enable_thinking", False)
         return given | self.chat_template_kwargs
@@ -715,7 +700,8 @@ class ChatCompletionRequest(GenerationRequest):
     def prompt(self, session: Writer) -> Prompt:
         """Raises ValueError."""
         tools = self.tools if self.style(session) else None
-        return session.render([m.plain() for m in self.messages], tools, self.variables())
+        messages = [message.model_dump(exclude_none=True) for message in self.messages]
+        return session.render(messages, tools, self.variables())
 
     def choices(self, session: Writer) -> list[Answer]:
         prompt = self.prompt(session)
