@@ -735,6 +735,24 @@ MUTANTS = [
     ),
     Mutant(
         "engine.py",
+        "places = pass_.place[:: pass_.longest].long() + 1",
+        "places = pass_.place[:: pass_.longest].long()",
+        "in_any_company",
+    ),
+    Mutant(
+        "engine.py",
+        "bool(proposer) and any(s.plain for s in sequences)",
+        "bool(proposer) and all(s.scores is None for s in sequences)",
+        "constraint_is_that_of_one_text",
+    ),
+    Mutant(
+        "talk/openai.py",
+        'given.setdefault("enable_thinking", False)',
+        "pass",
+        "thinking",
+    ),
+    Mutant(
+        "engine.py",
         "if sequence.pos == len(prompt) and slot.prompt != prompt:",
         "if sequence.pos == len(prompt):",
         "from_one_position_earlier",
