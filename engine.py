@@ -37,7 +37,8 @@ from texts import Score, Timings, check_prompt, check_room
 if TYPE_CHECKING:
     from constraints import Constraint
 
-CHUNK_BESIDE = 512  # tokens of a prompt at once, while other texts wait for their next one
+# Tokens of a prompt at once, while other texts wait for their next one: for them each chunk is a pause
+CHUNK_BESIDE = {"cpu": 128, "cuda": 512}
 SCORES_AT_ONCE = 1 << 22  # logits of a prompt's tokens that are in memory together
 
 
@@ -343,7 +344,8 @@ class Engine:
                 self._score_chunk(sequence)
             else:
                 part = prompt[sequence.pos :]
-                count = self.passes.chunk(len(part), CHUNK_BESIDE if others else None)
+                most = CHUNK_BESIDE[self.model.device.type] if others else None
+                count = self.passes.chunk(len(part), most)
                 self.passes.evaluate_prompt(part[:count], sequence.pos, slot.first)
                 sequence.pos += count
             sequence.placed = sequence.pos
@@ -400,8 +402,7 @@ class Engine:
         begun = Moment(self.model.device)
         proposals: list[list[int]] = []
         proposer = self.proposer
-        # With proposals, what is sampled is on the host alone, and scores are the device's
-        proposes = bool(proposer) and all(s.scores is None for s in sequences) and proposer.ready()
+        proposes = bool(proposer) and any(s.plain for s in sequences) and proposer.ready()
         if proposes and (chain := self._chain_of(sequences)):
             self._verify(sequences, chain)
             return
@@ -501,8 +502,8 @@ class Engine:
         return min(self.proposer.n, MAX_FEW // self.passes.segments(len(sequences)) - 1)
 
     def _proposals(self, sequences: list[Sequence]) -> list[list[int]]:
-        """What may follow each text, as far as the context has room for it. Of a text with a constraint
-        only the next token's is known."""
+        """What may follow each text, as far as the context has room for it: nothing if more than tokens
+        is asked for."""
         count = self._proposals_each(sequences)
         if count < 1 or any(s.pos + 1 + count >= self.size for s in sequences):
             return [[] for _ in sequences]
@@ -523,14 +524,21 @@ class Engine:
         logprobs = None
         k = max((s.scores for s in sequences if s.scores is not None), default=None)
         if k is not None:
-            logprobs = pass_.logits.log_softmax(-1)
+            logprobs = pass_.logits[:: pass_.longest].log_softmax(-1)
         self.passes.sample(pass_)
         if logprobs is None:
             return None
         best = logprobs.topk(min(k, logprobs.shape[1]))
-        drawn = self.cache.tokens[pass_.place.long()]
-        own = logprobs.gather(1, drawn[:, None].long())[:, 0]
+        own = logprobs.gather(1, self._drawn(pass_)[:, None].long())[:, 0]
         return tuple(t.to("cpu", non_blocking=True) for t in (best.indices, best.values, own))
+
+    def _drawn(self, pass_: Pass) -> Tensor:
+        """What was drawn to follow the first row of each text, on the device."""
+        if pass_.feeds:
+            return self.cache.tokens[pass_.place.long()]
+        Moment(self.model.device).wait()  # beside proposals only the host has it
+        places = pass_.place[:: pass_.longest].long() + 1
+        return self.cache.drawn[places.cpu()].clamp(min=0).to(self.model.device)
 
     def _mask(self, s: Sequence) -> Tensor | None:
         """What the next token of a text may be. If its constraint fails, the text ends."""

@@ -58,12 +58,12 @@ def show_constrained(args: argparse.Namespace) -> None:
                 assert len(times) == args.new[0] and {*map(type, items)} == {str}, written
     medians = {kind: map(statistics.median, zip(*s[1:])) for kind, s in found.items()}
     rows = [dict(text=k, first_ms=1e3 * first, tokens_per_s=s) for k, (first, s) in medians.items()]
-    bench.show(
-        [row | dict(ratio=row["tokens_per_s"] / rows[0]["tokens_per_s"]) for row in rows], "md"
-    )
+    free, _ = rows
+    rows = [row | dict(ratio=row["tokens_per_s"] / free["tokens_per_s"]) for row in rows]
+    bench.show(rows, args.output)
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__.split("\n\n")[0], {"constrained": "dev/constrained.py"})
     bench_flags.add_model_flags(parser)
     add = parser.group("tests")
@@ -72,12 +72,17 @@ def parse_args() -> argparse.Namespace:
     add(
         "--tokenizer", help="folder or file with the tokenizer, needed for random weights [MODEL's]"
     )
-    args = parser.parse(None, lambda args: "constrained")
+    bench_flags.add_output_flags(parser)
+    args = parser.parse(argv, lambda args: "constrained")
     bench_flags.take_one(parser, args, "-m", "--dtype", "--format", "-n")
     bench_flags.find_models(parser, args)
     return args
 
 
+def main(argv: list[str] | None = None) -> int:
+    return bench.exit_code_of(show_constrained, parse_args(argv))
+
+
 if __name__ == "__main__":
     use_safe_streams()
-    sys.exit(bench.exit_code_of(show_constrained, parse_args()))
+    sys.exit(main())

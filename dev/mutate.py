@@ -291,7 +291,7 @@ MUTANTS = [
     ),
     Mutant(
         "engine.py",
-        "CHUNK_BESIDE if others else None",
+        "CHUNK_BESIDE[self.model.device.type] if others else None",
         "None",
         "take_turns and CPU",
     ),
@@ -733,6 +733,24 @@ MUTANTS = [
         " or len(ids.unique()) < len(ids)",
         "",
         "hostile and twice",
+    ),
+    Mutant(
+        "engine.py",
+        "places = pass_.place[:: pass_.longest].long() + 1",
+        "places = pass_.place[:: pass_.longest].long()",
+        "in_any_company",
+    ),
+    Mutant(
+        "engine.py",
+        "bool(proposer) and any(s.plain for s in sequences)",
+        "bool(proposer) and all(s.scores is None for s in sequences)",
+        "constraint_is_that_of_one_text",
+    ),
+    Mutant(
+        "talk/openai.py",
+        'given.setdefault("enable_thinking", False)',
+        "pass",
+        "thinking",
     ),
     Mutant(
         "engine.py",

@@ -21,7 +21,7 @@ import launch
 import products
 from bits.int4 import INT4
 from cards import sizes as launch_sizes
-from dev import compare, fuzz, mutate, steps
+from dev import compare, constrained, fuzz, mutate, steps
 from dev import kernels as op_table
 from dev import passes as dev_passes
 from dev import tune as tuner
@@ -257,6 +257,14 @@ def test_passes_rows(dev_cli, tiny):
     flags = ("-T", "2,5", "--dtype", "fp32", "-d", 7, "-o", "json")
     rows = rows_of(dev_cli(dev_passes, "-m", tiny, *flags))
     assert [row["tokens"] for row in rows] == [1, 2, 5] and rows[0]["ratio"] == 1
+
+
+def test_constrained_rows(dev_cli):
+    flags = ("-n", 6, "-r", 2, "--dtype", "fp32", "-o", "json")
+    free, schema = rows_of(dev_cli(constrained, "-m", "random:tales", "--tokenizer", TALES, *flags))
+    assert (free["text"], schema["text"]) == ("free", "schema") and free["ratio"] == 1
+    assert schema["ratio"] == schema["tokens_per_s"] / free["tokens_per_s"]
+    assert 0 < schema["first_ms"] < 1e3 * PATIENCE
 
 
 def test_picture_of_the_readme(capfd, monkeypatch, tmp_path):

@@ -36,8 +36,6 @@ STOP_TYPES = {"eos": "eos", "stop": "word", "length": "limit", "context": "limit
 class LlamaCppRequest(GenerationRequest):
     """Answers as llama.cpp writes them."""
 
-    id_begins = whole_object = chunk_object = ""  # answers have none
-
     def account(self, answers: list[Answer], session: Writer, model: str) -> Account:
         return Contents(answers, model)
 

@@ -15,6 +15,7 @@ from pydantic import (
     AfterValidator,
     AliasChoices,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
@@ -106,7 +107,7 @@ def timings(texts: Sequence[Generation]) -> dict:
 
 
 def as_tool_call(id: str, name: str, arguments: str | dict) -> dict:
-    """A call as it is answered and, with an object of arguments, as chat templates know it."""
+    """A call, as it is asked for and answered."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -167,13 +168,10 @@ OPTIONS = {"stop", "ignore_eos", "min_tokens", "stop_token_ids", "logit_bias", *
 def sampler_order(value: object) -> object:
     """An order of samplers in llama.cpp's names or letters, as those among them that this program
     has: the others are off, as their settings have to be."""
-    if isinstance(value, str):
-        letters = dict(zip("ekpmt", SAMPLERS))
-        value = [letters.get(letter) for letter in value]
-    if not isinstance(value, list):
+    if not isinstance(value, str | list):
         return value
-    other_names = {"temp": "temperature", "nucleus": "top_p"}
-    names = [name.replace("-", "_") for name in value if isinstance(name, str)]
+    other_names = dict(zip("ekpmt", SAMPLERS), temp="temperature", nucleus="top_p")
+    names = [str(name).replace("-", "_") for name in value]
     names = [other_names.get(name, name) for name in names]
     return [name for name in names if name in SAMPLERS]
 
@@ -227,18 +225,11 @@ def up_to_an_error(schema: object) -> object:
     return schema
 
 
-def as_biases(value: object) -> object:
-    """OpenAI's object of ids, or llama.cpp's list of pairs, in which false bans an id."""
-    pairs = value.items() if isinstance(value, dict) else value
-    biases = {}
-    for id, bias in pairs:
-        biases[int(id)] = -100.0 if bias is False else bias
-    return biases
-
-
 def read_biases(value: object, validate: Callable[[object], object]) -> object:
+    """OpenAI's object of ids, or llama.cpp's list of pairs, in which false bans an id."""
     try:
-        return validate(as_biases(value))
+        pairs = value.items() if isinstance(value, dict) else value
+        return validate({int(id): -100.0 if bias is False else bias for id, bias in pairs})
     except (TypeError, ValueError):  # ValidationError is one
         what = "must be an object of biases from -100 to 100 by token ids"
         raise PydanticCustomError("wrong", what) from None
@@ -271,20 +262,16 @@ def text_of(content: str | list | None) -> str:
     return content or ""
 
 
+def read_arguments(arguments: object) -> object:
+    """Arguments of a call as chat templates know them. Raises ValueError."""
+    return from_json(arguments or "{}") if isinstance(arguments, str) else arguments
+
+
 class Function(Strict):
     """A function that is called."""
 
     name: str
-    arguments: str | dict = "{}"
-
-    def plain(self) -> dict:
-        """As chat templates know it, with arguments that are an object. Raises ValueError."""
-        arguments = self.arguments
-        if isinstance(arguments, str):
-            arguments = from_json(arguments or "{}")
-        if not isinstance(arguments, dict):
-            raise ValueError
-        return {"name": self.name, "arguments": arguments}
+    arguments: Annotated[dict, BeforeValidator(read_arguments)] = {}
 
 
 class ToolCall(Strict):
@@ -294,13 +281,21 @@ class ToolCall(Strict):
 
 
 class Message(Strict):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    """A message, whose fields are what chat templates know."""
+
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant", "tool"],
+        AfterValidator(lambda role: "system" if role == "developer" else role),
+    ]
     content: Annotated[
         str | list[TextPart] | None,
         must_be("a string, or a list of parts of the type text: only text is supported"),
-    ] = None
+        AfterValidator(text_of),
+    ] = ""
     tool_calls: Annotated[
-        list[ToolCall] | None, must_be("a list of calls of functions, or absent")
+        list[ToolCall] | None,
+        must_be("a list of calls of functions, whose arguments must be an object of JSON"),
+        AfterValidator(lambda calls: calls or None),
     ] = None
     tool_call_id: str | None = None
     name: str | None = None
@@ -316,24 +311,7 @@ class Message(Strict):
             raise PydanticCustomError("wrong", "content is missing")
         if self.role == "tool" and self.tool_call_id is None:
             raise PydanticCustomError("wrong", "tool_call_id is missing")
-        self.plain()
         return self
-
-    def plain(self) -> dict:
-        """The message as chat templates know it."""
-        role = "system" if self.role == "developer" else self.role
-        plain = {"role": role, "content": text_of(self.content)}
-        try:
-            calls = [call.function.plain() for call in self.tool_calls or ()]
-        except ValueError:
-            what = "tool_calls: arguments must be an object of JSON"
-            raise PydanticCustomError("wrong", what) from None
-        if calls:
-            plain["tool_calls"] = [
-                as_tool_call(call.id, **function) for call, function in zip(self.tool_calls, calls)
-            ]
-        more = self.model_dump(include={"tool_call_id", "name", "reasoning_content"})
-        return plain | {name: value for name, value in more.items() if value is not None}
 
 
 def is_tool(value: dict) -> dict:
@@ -367,28 +345,22 @@ ToolChoice = Annotated[
 ]
 
 
-class NamedSchema(Strict):
-    json_value: dict | bool = Field({}, alias="schema")
+def schema_of(format: object) -> dict | bool | None:
+    """The JSON schema of a response_format."""
+    match format:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object", **more} if isinstance(more.get("schema", {}), dict):
+            return {"type": "object"} | more.get("schema", {})  # llama.cpp's
+        case {"type": "json_schema", "json_schema": {"schema": dict() | bool() as schema}}:
+            return schema
+        case {"type": "json_schema", "json_schema": dict() as named} if "schema" not in named:
+            return {}
+    what = "must be of the type text, json_object, or json_schema with a json_schema"
+    raise PydanticCustomError("wrong", what)
 
 
-class TextFormat(Strict):
-    type: Literal["text"]
-
-
-class ObjectFormat(Strict):
-    type: Literal["json_object"]
-    json_value: dict = Field({}, alias="schema")  # llama.cpp's
-
-
-class SchemaFormat(Strict):
-    type: Literal["json_schema"]
-    json_schema: NamedSchema
-
-
-ResponseFormat = Annotated[
-    TextFormat | ObjectFormat | SchemaFormat,
-    must_be("of the type text, json_object, or json_schema with a json_schema"),
-]
+ResponseFormat = Annotated[dict | bool | None, BeforeValidator(schema_of)]
 
 
 class StructuredOutputs(Strict):
@@ -579,7 +551,7 @@ class GenerationRequest(Filters):
         ValueError."""
         asked = self.structured_outputs
         given = [write(value) for value, write in (
-            (self.format_schema(), json_grammar), (asked.json_value, json_grammar),
+            (self.response_format, json_grammar), (asked.json_value, json_grammar),
             (self.guided_json, json_grammar), (self.json_schema, json_grammar),
             (asked.regex, regex_grammar), (self.guided_regex, regex_grammar),
             (asked.choice, choice_grammar), (self.guided_choice, choice_grammar),
@@ -589,15 +561,6 @@ class GenerationRequest(Filters):
         if len(given) > 1:
             raise ValueError("several fields say what the text has to be; use one")
         return given[0] if given else None
-
-    def format_schema(self) -> dict | bool | None:
-        """The JSON schema of response_format."""
-        match self.response_format:
-            case ObjectFormat():
-                return {"type": "object"} | self.response_format.json_value
-            case SchemaFormat():
-                return self.response_format.json_schema.json_value
-        return None
 
     def account(self, answers: list[Answer], session: Writer, model: str) -> Account:
         return Choices(self, answers, session, model)
@@ -723,13 +686,9 @@ class ChatCompletionRequest(GenerationRequest):
 
     def variables(self) -> dict:
         """What the chat template is given besides messages and tools."""
-        given = {}
-        if self.reasoning_effort is not None:
-            given["reasoning_effort"] = self.reasoning_effort
-            if self.reasoning_effort == "none":
-                given["enable_thinking"] = False
-        if self.enable_thinking is not None:
-            given["enable_thinking"] = self.enable_thinking
+        given = self.model_dump(include={"reasoning_effort", "enable_thinking"}, exclude_none=True)
+        if self.reasoning_effort == "none":
+            given.setdefault("enable_thinking", False)
         return given | self.chat_template_kwargs
 
     def style(self, session: Writer) -> Style | None:
@@ -741,7 +700,8 @@ class ChatCompletionRequest(GenerationRequest):
     def prompt(self, session: Writer) -> Prompt:
         """Raises ValueError."""
         tools = self.tools if self.style(session) else None
-        return session.render([m.plain() for m in self.messages], tools, self.variables())
+        messages = [message.model_dump(exclude_none=True) for message in self.messages]
+        return session.render(messages, tools, self.variables())
 
     def choices(self, session: Writer) -> list[Answer]:
         prompt = self.prompt(session)

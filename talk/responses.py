@@ -166,9 +166,7 @@ class Response(Account):
         if part.kind != self._kind:
             events = self._done() + self._open(part)
         self._content["text"] += part.text
-        more = {"logprobs": []} if part.kind == "text" else {}
-        name = "output_text" if part.kind == "text" else "reasoning_text"
-        return events + self._of_item(f"{name}.delta", content_index=0, delta=part.text, **more)
+        return events + self._of_content("delta", delta=part.text)
 
     def end(self, index: int) -> bytes:
         text = self.answer.text
@@ -227,19 +225,18 @@ class Response(Account):
             return b""
         item = self._item
         item["status"] = status
-        match kind:
-            case "call":
-                said = {"arguments": item["arguments"], "name": item["name"]}
-                events = self._of_item("function_call_arguments.done", **said)
-            case "text":
-                said = {"text": self._content["text"], "logprobs": []}
-                events = self._of_item("output_text.done", content_index=0, **said)
-            case _:
-                said = {"text": self._content["text"]}
-                events = self._of_item("reasoning_text.done", content_index=0, **said)
-        if kind != "call":
+        if kind == "call":
+            said = {"arguments": item["arguments"], "name": item["name"]}
+            events = self._of_item("function_call_arguments.done", **said)
+        else:
+            events = self._of_content("done", text=self._content["text"])
             events += self._of_item("content_part.done", content_index=0, part=self._content)
         return events + self._of_item("output_item.done", item=item)
+
+    def _of_content(self, name: str, /, **fields) -> bytes:
+        if self._content["type"] == "output_text":
+            fields["logprobs"] = []
+        return self._of_item(f"{self._content['type']}.{name}", content_index=0, **fields)
 
     def _of_item(self, name: str, /, **fields) -> bytes:
         if not name.startswith("output_item"):

@@ -8,7 +8,7 @@ import pytest
 import prompts as prompts_module
 from session import Session
 from talk.endpoints import ENDPOINTS
-from talk.openai import APIError, error_body, parse_request
+from talk.openai import APIError, ChatCompletionRequest, error_body, parse_request
 
 # Qwen's: tools in the system message, calls in tags, thinking in others
 TEMPLATE = """\
@@ -206,6 +206,8 @@ def test_thinking(scripted):
     assert (
         message["reasoning_content"] == "Hm" and message["content"] is None and why == "tool_calls"
     )
+    asked = ChatCompletionRequest(**ASKED, reasoning_effort="none").variables()
+    assert asked == {"reasoning_effort": "none", "enable_thinking": False}
     message, why = said(scripted, "Hm. Well", enable_thinking=True, max_tokens=4)
     assert not message["content"] and message["reasoning_content"] and why == "length"
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import kernels
 import launch
 import sampling
-from engine import Engine, Timings, generate
+from engine import CHUNK_BESIDE, Engine, Timings, generate
 from launch import captured
 from loading.checkpoint import load
 from passes import LENGTHS, MOST_TEXTS, PROMPT_CHUNK, Passes
@@ -90,7 +90,7 @@ def small_chunks():
     """In which prompts of a few tokens are evaluated as long ones are otherwise."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PROMPT_CHUNK, DEVICE.type, 8)
-        patch.setattr("engine.CHUNK_BESIDE", 3)
+        patch.setitem(CHUNK_BESIDE, DEVICE.type, 3)
         patch.setattr("passes.LENGTHS", (1, 4, 8, 12))
         yield patch
 
@@ -130,6 +130,8 @@ def test_a_text_is_the_same_in_any_company(
             options = {name: text[name] for name in OPTIONS}
             whole = [*Written(Engine(exact, 1, size), text["prompt"], **options)]
             expected.append(whole[: text["ends"]])
+            logits = Passes(exact, 1, size).forward((text["prompt"] + whole)[:size])
+            text["logprobs"] = logits[len(text["prompt"]) - 1 :].log_softmax(-1)
         if in_graphs and not ON_GPU:
             decode_in_graphs(patch)
         engine = Engine(exact, parallel, size)
@@ -188,10 +190,18 @@ def check_company(engine: Engine, texts: list[dict], expected: list[list[int]], 
             assert len(got) == text["fails"] and written.asked == len(got)
         elif not (error or closes):
             assert got == whole and not (text["fails"] and text["fails"] <= len(whole))
-        for score in written.scores:
-            assert (score is None) == (text["scores"] is None)
+        for token, score, logprobs in zip(got, written.scores, text["logprobs"]):
+            if text["scores"] is None:
+                assert score is None
+                continue
+            best = logprobs.topk(text["scores"])
+            assert score.logprob == pytest.approx(float(logprobs[token]), abs=1e-4)
+            values = [value for _, value in score.best]
+            assert values == pytest.approx(best.values.tolist(), abs=1e-4)
     assert interrupts <= 2
-    engine.step()  # reads what was launched ahead
+    for _ in range(3 - interrupts):  # reads what was launched ahead, unless Ctrl-C comes here
+        with contextlib.suppress(KeyboardInterrupt):
+            engine.step()
 
 
 @pytest.mark.parametrize("where", ["on a CPU", "in graphs"])
@@ -595,7 +605,7 @@ def test_bans_are_those_of_one_text(tiny_model):
 @pytest.mark.parametrize("where", ["on a CPU", "in graphs"])
 def test_a_constraint_is_that_of_one_text(tiny_model, monkeypatch, where, proposing):
     """It sees all tokens before the next one, and if it fails, at whatever token, its text ends. The
-    others have proposals."""
+    others have proposals, as they have beside a text whose scores are noted."""
     V, prompt, n = tiny_model.config.vocab_size, [1, 5], 5
     plain = greedy(tiny_model, prompt, n)
     if where == "in graphs":
@@ -625,8 +635,12 @@ def test_a_constraint_is_that_of_one_text(tiny_model, monkeypatch, where, propos
         monkeypatch.setattr(lookup, "propose", lambda s, n: plain[len(s.ids) - 2 :][:n])
     constraints = Counting(), None, Counting(ends=10), Counting(ends=12), Counting(accepts=11), None
     options = dict(sampling=MOST_PROBABLE, n=n)
+    scored = Written(engine, prompt, scores=1, **options)
     texts = [Written(engine, prompt, constraint=each, **options) for each in constraints]
-    assert [*texts[5]] == plain and [*texts[1]] == plain
+    assert [*texts[5]] == plain and [*texts[1]] == plain and [*scored] == plain
+    assert [[score.logprob] for score in scored.scores] == [
+        [value for _, value in score.best] for score in scored.scores
+    ]
     assert [*texts[0]] == [10, 11, 12, 13, 14]
     for text, tokens, error in (
         (texts[2], [], "too complex"), (texts[3], [10, 11], "too complex"), (texts[4], [10], "unknown"),
