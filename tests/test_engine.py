@@ -183,7 +183,7 @@ def check_company(engine: Engine, texts: list[dict], expected: list[list[int]], 
                 error = raised
         interrupts += isinstance(error, KeyboardInterrupt)
         written.close()
-        open_ones.remove((text, whole, written))
+        open_ones = [one for one in open_ones if one[2] is not written]
         got = written.tokens
         assert got == whole[: len(got)]
         if isinstance(error, ZeroDivisionError):
