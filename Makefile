@@ -25,7 +25,7 @@ TALK_MODEL = $(or $(MODEL),$$(test -e $(SMOLLM2) && echo models/smollm2 || echo 
 # the fetched model has no settings of its own, and rambles at the usual ones
 CALM = $(if $(MODEL),,--temp 0.2 --top-p 0.9 --repeat-penalty 1.1 -n 300)
 # and goes round in circles when it writes on
-STEADY = $(if $(MODEL),,$$(test -e $(SMOLLM2) && echo --temp 0.5 --top-p 0.9 --repeat-penalty 1.1 --repeat-last-n -1))
+STEADY = $(if $(MODEL),,$$(test -e $(SMOLLM2) && echo --temp 0.5 --top-p 0.9 --repeat-penalty 1.1 --frequency-penalty 0.1 --repeat-last-n -1))
 BENCH_MODEL = $(or $(MODEL),models/tales)
 
 help:  ## this list
@@ -52,7 +52,7 @@ kernels: .venv/ready  ## each op against its ceiling and plain PyTorch (on a CPU
 profile: .venv/ready  ## one step, kernel by kernel (on a CPU: torch's ops)
 	$(VENV)/python dev/steps.py -m "$(BENCH_MODEL)" $(ARGS)
 
-test: .venv/ready-test model  ## all tests; no GPU needed: about eleven minutes on two cores
+test: .venv/ready-test model  ## all tests; no GPU needed: about twelve minutes on two cores
 	$(VENV)/python test_all.py $(ARGS)
 
 fuzz: .venv/ready-test  ## corrupt checkpoints, templates, texts and options at random for a minute
