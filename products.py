@@ -890,7 +890,7 @@ def _columns_on_hopper(x: Tensor, w: Matrix, sizes: ManySizes) -> int:
 
 def _shares(blocks: int, tiles: int, steps: int, room: int) -> int:
     """Among how many programs the tiles of each block are divided, so that the last SM is done as early
-    as can be, if `room` programs run at once. Beginning a program counts as four steps."""
+    as can be, if `room` programs run at once. Starting a program counts as four steps."""
 
     def most(shares: int) -> int:
         rounds = triton.cdiv(blocks * shares, room)
