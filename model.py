@@ -271,10 +271,10 @@ def rope_tables(config: Config, length: int, device: torch.device) -> tuple[Tens
         freqs = freqs / torch.tensor(config.rope_factors, dtype=torch.float64)
     angles = torch.outer(torch.arange(length, dtype=torch.float64), freqs)
     rotate = config.rope_gain * torch.stack((angles.cos(), angles.sin()), -1).float().to(device)
-    keep = rotate
-    if config.nope_layers:
-        keep = torch.zeros_like(rotate)
-        keep[..., 0] = 1
+    if not config.nope_layers:
+        return (rotate,) * config.n_layers
+    keep = torch.zeros_like(rotate)
+    keep[..., 0] = 1
     layers = range(config.n_layers)
     return tuple(keep if layer in config.nope_layers else rotate for layer in layers)
 

@@ -634,7 +634,8 @@ def _load_w(
     """Start to copy W for a program's step i."""
     codes, x_tiles, _ = tiles
     STEPS: gl.constexpr = K // COLUMNS
-    unit = work[0] + i
+    start, _, _, _, _ = work
+    unit = start + i
     rows, _, _, _ = _tile_of(unit // STEPS, work, N, x_tiles.shape[1], codes.shape[1], EXPERTS)
     _copy_w(tiles, i % codes.shape[0], w, rows, unit % STEPS, K, COLUMNS, FORMAT)
 
@@ -646,7 +647,7 @@ def _load_tiles(
 ):  # fmt: skip
     """The group that loads."""
     codes, x_tiles, _ = tiles
-    start, end, _, _, _ = work
+    start, end, _, _, count = work
     STAGES: gl.constexpr = x_tiles.shape[0]
     TOKENS: gl.constexpr = x_tiles.shape[1]
     COLUMNS: gl.constexpr = x_tiles.shape[2]
@@ -657,7 +658,7 @@ def _load_tiles(
     gdc_wait(PDL)
     offs_t = gl.arange(0, TOKENS, gl.SliceLayout(1, LAYOUT))
     if EXPERTS is not None:
-        t = gl.minimum(offs_t, work[4] - 1)
+        t = gl.minimum(offs_t, count - 1)
         slot = gl.load(slots[0] + t, mask=t >= 0, other=0)
         x_rows = (slot // EXPERTS.shared).to(gl.int64) * K
     for i in range(end - start):
@@ -899,7 +900,7 @@ def registers(warps: int, programs: int) -> int:
 
 
 SHARED_MEMORY = 227 * 1024  # bytes that the programs of an SM may have
-HAND_OVER = 16 * 1024 + 256  # of these a program hands its sums over in
+HAND_OVER = 16 * 1024 + 256  # bytes of it that a program needs to hand over its sums
 
 
 def stages(w: Matrix, sizes: ManySizes, columns: int) -> int:
