@@ -521,23 +521,15 @@ def talking(tiny, tmp_path) -> tuple[Path, Path]:
     return folder, eagle_head(tmp_path / "head", vocab_size=size)
 
 
+def flags_of(model: Path, n: int) -> tuple:
+    """A text of n tokens, whose record is printed."""
+    exact = ("--dtype", "fp32", "-o", "jsonl", "--ignore-eos")
+    return ("-m", model, "-p", "a fox", "-n", n, "-s", 5, *exact)
+
+
 def test_heads_from_the_command_line(cli, talking):
     model, head = talking
-    flags = (
-        "-m",
-        model,
-        "-p",
-        "a fox",
-        "-n",
-        40,
-        "-s",
-        5,
-        "--dtype",
-        "fp32",
-        "-o",
-        "jsonl",
-        "--ignore-eos",
-    )
+    flags = flags_of(model, 40)
     (plain,) = objects(cli(*flags)[1])
     assert plain["passes"] == 39 and plain["proposed_tokens"] == 0
     code, out, err = cli(*flags, "--draft", head, "--draft-max", 3, "--draft-always")
@@ -558,21 +550,7 @@ def test_ranks_propose(cli, talking, way):
     """What one process writes without. A draft model is divided as well; rank 0's clock says when
     proposals pay off."""
     model, head = talking
-    flags = (
-        "-m",
-        model,
-        "-p",
-        "a fox",
-        "-n",
-        30,
-        "-s",
-        5,
-        "--dtype",
-        "fp32",
-        "-o",
-        "jsonl",
-        "--ignore-eos",
-    )
+    flags = flags_of(model, 30)
     (plain,) = objects(cli(*flags)[1])
     own = ("--draft", head, "--draft-always") if way == "head" else ("--draft", model)
     process = torchrun_bash("exec $RUN", *flags, *own)
