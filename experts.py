@@ -258,7 +258,7 @@ def _route_prompt(x: Tensor, layer: LayerView, pass_: PassView, routes: Routes) 
     E, k = layer.router.rows, pass_.experts_per_token
     logits = x.new_empty(T, E, dtype=torch.float32)
     args = (x, layer.ffn_norm, layer.router.data, pass_.norm_eps, layer.router_gain, logits, T)
-    sizes = dict(E=E, C=C, BLOCK_E=16, BLOCK=min(128, max(16, triton.next_power_of_2(C))))
+    sizes = dict(E=E, C=C, BLOCK_E=16, BLOCK=min(1024, max(16, triton.next_power_of_2(C))))
     launch(_logits_kernel, (triton.cdiv(T, 16), triton.cdiv(E, 16)), x.device, *args, **sizes)
     sizes = dict(E=E, SLOTS=k, NORM_TOPK=pass_.norm_topk, BLOCK_E=triton.next_power_of_2(E))
     launch(_pick_kernel, (T,), x.device, logits, routes.ids, routes.weights, **sizes)
