@@ -94,9 +94,6 @@ class Format:
     # last. Only for cards/hopper.py, which multiplies many tokens: None if it cannot. It takes 8-bit
     # codes in order, and 4-bit ones as bits/codes4.py has them
     groups: tuple[int, ...] | None = None
-    # How many places lie between runs of eight neighbouring columns, which cards/hopper.py copies by
-    # neighbouring threads
-    neighbour: int = 8
 
     @property
     def cache_key(self) -> str:

@@ -11,7 +11,7 @@ Read in this order:
     one token       bound by reading W: the kernel streams W's rows once and does everything else on
                     the way. Formats with codes in groups have theirs in bits/stream.py
     a few tokens    with 2 to 16, tensor cores multiply W as it streams by
-    many tokens     up to 64, or those of experts: W is decoded tile by tile
+    many tokens     up to 128, or those of experts: W is decoded tile by tile
     launching       which of these kernels is chosen, and how its work is divided
     a prompt        the library's product between small fused kernels. With many tokens it is
                     compute-bound, and runs at the card's product rate (BENCHMARKS.md)
@@ -41,6 +41,7 @@ from cards.sizes import (
     vector_sizes,
 )
 from formats import (
+    PLAIN,
     Experts,
     Format,
     Matrix,
@@ -94,17 +95,20 @@ def _rmsnorm_row(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 @jit
 def _rmsnorm_kernel(
     x, weight, out, scales, eps,
-    C: tl.constexpr, BLOCK: tl.constexpr, ENCODE: tl.constexpr, PDL: tl.constexpr,
+    C: tl.constexpr, BLOCK: tl.constexpr, ENCODE: tl.constexpr, FORMAT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Normalise a row, if there is a weight, and store it in the type of `out`; if there are
-    scales, as E4M3 codes with one scale for the row, by which its largest magnitude becomes 448."""
+    scales, as E4M3 codes with one scale for the row, by which its largest magnitude becomes 448. The
+    columns are stored in the order of FORMAT."""
     gdc_launch_dependents(PDL)
-    offs_c = tl.arange(0, BLOCK)
+    offs_c = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    columns = columns_of(offs_c, C, FORMAT)
     if weight is not None:
-        weights = tl.load(weight + offs_c, mask=offs_c < C, other=0.0).to(tl.float32)
+        weights = tl.load(weight + columns, mask=offs_c < C, other=0.0).to(tl.float32)
     gdc_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
-    y = tl.load(x + row * C + offs_c, mask=offs_c < C, other=0.0).to(tl.float32)
+    y = tl.load(x + row * C + columns, mask=offs_c < C, other=0.0).to(tl.float32)
     if weight is not None:
         y = y * tl.rsqrt(tl.sum(y * y) / C + eps) * weights
     if scales is None:
@@ -116,8 +120,16 @@ def _rmsnorm_kernel(
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return ordered_rows(x, PLAIN, weight, eps)
+
+
+def ordered_rows(
+    x: Tensor, format: Format, weight: Tensor | None = None, eps: float = 0.0
+) -> Tensor:
+    """x [T, C], normalised where there is a weight, with its columns in the order in which the format
+    stores them."""
     out = torch.empty_like(x)
-    _launch_rmsnorm(x, weight, eps, out, None)
+    _launch_rmsnorm(x, weight, eps, out, None, format)
     return out
 
 
@@ -131,14 +143,20 @@ def encode_rows(x: Tensor, weight: Tensor | None = None, eps: float = 0.0) -> tu
 
 
 def _launch_rmsnorm(
-    x: Tensor, weight: Tensor | None, eps: float, out: Tensor, scales: Tensor | None
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    out: Tensor,
+    scales: Tensor | None,
+    format: Format = PLAIN,
 ) -> None:
     T, C = x.shape
     assert x.is_contiguous() and (weight is None or weight.shape == (C,)), x.shape
-    block = triton.next_power_of_2(C)
+    block = max(8, triton.next_power_of_2(C))
     warps = min(16, max(1, block // 512))
-    sizes = dict(C=C, BLOCK=block, ENCODE=E4M3.on(x.device).encode_tile, warps=warps)
-    launch(_rmsnorm_kernel, (T,), x.device, x, weight, out, scales, eps, **sizes)
+    constants = dict(ENCODE=E4M3.on(x.device).encode_tile, FORMAT=format)
+    sizes = dict(C=C, BLOCK=block, warps=warps)
+    launch(_rmsnorm_kernel, (T,), x.device, x, weight, out, scales, eps, **sizes, **constants)
 
 
 # ---- the reference
@@ -162,8 +180,12 @@ class Product(NamedTuple):
     norm: Tensor | None = None
     eps: float = 0.0
 
-    def normed(self) -> Tensor:
-        return self.x if self.norm is None else rmsnorm(self.x, self.norm, self.eps)
+    def normed(self, in_order: bool = False) -> Tensor:
+        """x, normalised where there is a norm. in_order: its columns lie as those of W are stored."""
+        format = format_of(self.w) if in_order else PLAIN
+        if self.norm is None and format.column_at is None:
+            return self.x
+        return ordered_rows(self.x, format, self.norm, self.eps)
 
 
 class Epilogue(NamedTuple):
@@ -604,9 +626,9 @@ def _few_kernel(
 
 # ---- many tokens
 #
-#      Up to 64 tokens, or with experts, a matrix of fewer than 16 bits is decoded tile by tile, never
-#      rewritten: on Hopper by cards/hopper.py, elsewhere, and in formats that it does not decode, by
-#      the kernel here. launch.json says from how many tokens on the library is faster, which
+#      Up to 64 or 128 tokens, or with experts, a matrix of fewer than 16 bits is decoded tile by tile,
+#      never rewritten: on Hopper by cards/hopper.py, elsewhere, and in formats that it does not decode,
+#      by the kernel here. launch.json says from how many tokens on the library is faster, which
 #      multiplies a rewritten copy.
 #
 #      With experts, the slots are sorted by expert. The programs of a tile take a block of slots that
@@ -696,8 +718,8 @@ class Plan(NamedTuple):
     """A kernel for a product, and how it is launched."""
 
     kernel: object
-    # Programs that share the rows of a matrix, then matrices or blocks of tokens or slots. For
-    # cards/hopper.py: all programs or, with experts, blocks of slots, then the programs of a block
+    # Programs that share the rows of a matrix, then matrices or blocks of tokens or slots; in
+    # cards/hopper.py all programs
     grid: tuple[int, ...]
     warps: int
     constants: dict[str, Any]  # what it is compiled for, besides N, K, format and epilogue
@@ -844,9 +866,9 @@ def launch_many(
 ) -> None:
     """launch_product of many tokens; with slots, of theirs with the matrices of their experts. With
     x_scales, x and W are E4M3 codes."""
-    x, w = product.normed(), product.w
+    w = product.w
     order = counts = experts = None
-    rows, count = w.rows, len(x)
+    rows, count = w.rows, len(product.x)
     blocks = triton.cdiv(count, sizes.block)
     if slots:
         assert w.bias is None, "matrices of experts have no bias"
@@ -856,24 +878,24 @@ def launch_many(
     row_tiles = triton.cdiv(rows, sizes.rows)
     constants = dict(TOKENS=sizes.block, ROWS=sizes.rows, STAGES=sizes.stages, EXPERTS=experts)
     last = (w.bias, count, args, order, counts)
-    columns = _columns_on_hopper(x, w, sizes)
+    columns = _columns_on_hopper(product.x, w, sizes)
     if columns:
-        room = processors(x.device) * sizes.programs
-        steps = w.columns // columns
-        if slots:
-            # About half of the experts have one block more than their slots fill
-            likely = max(min(count, len(counts)), count // sizes.block + len(counts) // 2)
-            grid, shared = (blocks, _shares(likely, row_tiles, steps, room)), (None, None)
-        else:
+        x = product.normed(in_order=True)
+        programs = processors(x.device) * sizes.programs
+        shared = (None, None)
+        if not slots:
             tiles = blocks * row_tiles
-            programs = room if tiles > room else tiles * min(room // tiles, steps)
-            sums = x.new_empty(2 * programs, sizes.block * sizes.rows, dtype=torch.float32)
-            grid, shared = (programs,), (sums, _arrived(x.device, tiles))
+            if tiles < programs:  # equal parts of each
+                programs = tiles * min(programs // tiles, w.columns // columns)
+            sums = x.new_empty(programs, sizes.block * sizes.rows, dtype=torch.float32)
+            shared = (sums, _arrived(x.device, tiles))
         constants |= dict(COLUMNS=columns, STAGES=hopper.stages(w, sizes, columns))
         constants |= dict(maxnreg=hopper.registers(sizes.warps, sizes.programs))
-        plan = Plan(hopper.many_kernel, grid, sizes.warps, constants)
-        launch_plan(plan, (x, w.tensors, *last, *shared), w, rows, epilogue)
+        plan = Plan(hopper.many_kernel, (programs,), sizes.warps, constants)
+        codes = hopper.codes(w, sizes, columns)
+        launch_plan(plan, (x, codes, w.tensors, *last, *shared), w, rows, epilogue)
     else:
+        x = product.normed()
         block = min(sizes.columns, 128) * 2 // x.element_size()
         constants |= dict(BLOCK=block, STAGES=min(4, sizes.stages))
         plan = Plan(_many_kernel, (row_tiles, blocks), sizes.warps, constants)
@@ -886,17 +908,6 @@ def _columns_on_hopper(x: Tensor, w: Matrix, sizes: ManySizes) -> int:
         return 0
     columns = math.gcd(w.columns, sizes.columns)
     return columns if columns >= min(sizes.columns, 128) else 0
-
-
-def _shares(blocks: int, tiles: int, steps: int, room: int) -> int:
-    """Among how many programs the tiles of each block are divided, so that the last SM is done as early
-    as can be, if `room` programs run at once. Starting a program counts as four steps."""
-
-    def most(shares: int) -> int:
-        rounds = triton.cdiv(blocks * shares, room)
-        return rounds * (triton.cdiv(tiles, shares) * steps + 4)
-
-    return min(range(1, tiles + 1), key=most)
 
 
 def launch_plan(

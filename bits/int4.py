@@ -234,6 +234,5 @@ INT4 = Int4(
     whole=BLOCK,
     e4m3_bound=2.0**-4,
     groups=(GROUP,),
-    neighbour=64,
     **codes4.STREAMED,
 )

@@ -6,10 +6,12 @@ tokens, or of a single token whose heads share keys and values; products of many
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from torch import Tensor
 
 from cards.sizes import ManySizes
-from formats import Matrix, block_of, columns_of, row_scale
+from formats import Matrix, block_of, row_scale
 from launch import (
     INTERPRETED,
     barrier,
@@ -517,14 +519,16 @@ def attends_few(q: Tensor, longest: int, rows: int) -> bool:
 #
 #      bits/codes4.py keeps just these in the four words of 32 columns. So a thread reads its word of
 #      each four from shared memory, decodes it, and has its part of W in registers. Codes of 8 bits
-#      are read two at a time. As in attention of a prompt, one group of warps loads, here by cp.async:
-#      codes, the numbers of groups, and x, which is put into the order of W's columns on the way.
-#      The columns of a step are decoded in parts: tensor cores multiply one while the next is being
-#      decoded.
+#      are read two at a time. As in attention of a prompt, one group of warps loads: codes by TMA, the
+#      numbers of groups and x by cp.async. x has its columns in W's order: were they reordered on the
+#      way, what arrives together would go to the same banks of shared memory, which is what limits
+#      this kernel. The columns of a step are decoded in parts: tensor cores multiply one while the
+#      next is being decoded.
 #
-#      A program takes steps of neighbouring tiles without a pause, so that loads stay in flight. With
-#      few tiles, several programs share each; with many, all programs have equally many steps. The
-#      last one of those that share a tile adds up their sums. With experts a program has whole tiles.
+#      A program takes steps of neighbouring tiles without a pause, so that loads stay in flight, and
+#      all programs have equally many. Where several share a tile, the one that has its first steps
+#      adds up their sums: it comes to them last, while the others begin with theirs. With experts
+#      there are tiles enough to share them out whole.
 
 
 @constexpr_function
@@ -541,15 +545,41 @@ def _layout_of_words(rows, width, warps):
     return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [rows, width])
 
 
-@constexpr_function
-def _layout_of_x(tokens, columns, neighbour):
-    """How the threads that load divide x: eight columns each, those of neighbouring threads
-    `neighbour` places apart."""
-    places = [neighbour, *(p for p in (32, 16, 8, 64, 128) if p != neighbour)]
-    bits = [[0, p] for p in places if p < columns]
-    bits += [[1 << i, 0] for i in range(tokens.bit_length() - 1)]
-    registers = [[0, 1], [0, 2], [0, 4], *bits[5:-2]]
-    return gl.DistributedLinearLayout(registers, bits[:5], bits[-2:], [], [tokens, columns])
+class Work(NamedTuple):
+    """What a program does, in steps."""
+
+    start: Any
+    end: Any
+    tiles: Any  # of a block: those of an expert's slots, or all there are
+    tokens: Any
+
+
+class Place(NamedTuple):
+    """Where a tile lies."""
+
+    first: Any  # row of W
+    left: Any  # how many rows may follow it
+    row: Any  # the first one, counted within its matrix
+    begin: Any  # the first token, or where an expert's slots begin
+    count: Any  # of tokens or slots from there on
+
+
+class Sums(NamedTuple):
+    """What programs that share a tile need."""
+
+    partial: Any  # memory for the sum of each program
+    arrived: Any  # a counter for each tile
+    units: Any  # steps of all tiles
+    programs: Any  # how many have any
+
+
+class Result(NamedTuple):
+    """What becomes of the sums."""
+
+    args: Any  # of the epilogue
+    N: Any
+    biases: Any  # one or none
+    sums: Any  # Sums, or nothing with experts
 
 
 LOADERS = constexpr(4)  # warps that load
@@ -557,245 +587,280 @@ LOADER_REGISTERS = constexpr(72)  # of each of their threads
 
 
 @jit
-def _copy_codes(codes, w, rows, step, K: gl.constexpr, COLUMNS: gl.constexpr):
-    """Start to copy the codes of the COLUMNS columns of a step, 16 bytes a thread. rows: the first
-    row of the tile, and the index of the last one there is, counted from it."""
-    WIDTH: gl.constexpr = codes.shape[1]
-    EACH: gl.constexpr = COLUMNS // WIDTH  # columns in an element
-    VEC: gl.constexpr = 128 // codes.dtype.primitive_bitwidth
-    LANES: gl.constexpr = WIDTH // VEC
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // LANES, LANES], [LOADERS, 1], [1, 0])
-    first, last = rows
-    r = gl.arange(0, codes.shape[0], gl.SliceLayout(1, LAYOUT))
-    start = (first + gl.minimum(r, last)).to(gl.int64) * (K // EACH) + step * WIDTH
-    offs = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    async_copy.async_copy_global_to_shared(codes, w + (start[:, None] + offs[None, :]))
-
-
-@jit
-def _copy_groups(tile, w, rows, step, K: gl.constexpr, GROUP: gl.constexpr):
-    """The same for a tensor with an element for each GROUP columns: copies one for every 32."""
+def _copy_groups(tile, w, place, step, K: gl.constexpr, GROUP: gl.constexpr):
+    """Start to copy the numbers of groups for a step, of a tensor with an element for each GROUP columns:
+    one for every 32."""
     G: gl.constexpr = tile.shape[1]
     VEC: gl.constexpr = 32 // tile.dtype.primitive_bitwidth if GROUP > 32 else G
     LAYOUT: gl.constexpr = gl.BlockedLayout(
         [1, VEC], [32 * VEC // G, G // VEC], [LOADERS, 1], [1, 0]
     )
-    first, last = rows
     r = gl.arange(0, tile.shape[0], gl.SliceLayout(1, LAYOUT))
-    start = (first + gl.minimum(r, last)).to(gl.int64) * (K // GROUP)
-    place = step * G + gl.arange(0, G, gl.SliceLayout(0, LAYOUT))
+    start = (place.first + gl.minimum(r, place.left)).to(gl.int64) * (K // GROUP)
+    group = step * G + gl.arange(0, G, gl.SliceLayout(0, LAYOUT))
     if GROUP > 32:
-        place = place // (GROUP // 32)
-    async_copy.async_copy_global_to_shared(tile, w + (start[:, None] + place[None, :]))
+        group = group // (GROUP // 32)
+    async_copy.async_copy_global_to_shared(tile, w + (start[:, None] + group[None, :]))
 
 
 @jit
-def _copy_w(
-    tiles, stage, w, rows, step, K: gl.constexpr, COLUMNS: gl.constexpr, FORMAT: gl.constexpr
-):
+def _copy_w(buffers, full, stage, codes, w, place, step, K: gl.constexpr, FORMAT: gl.constexpr):
     """Start to copy W for a step."""
-    codes, _, groups = tiles
-    _copy_codes(codes.index(stage), w[0], rows, step, K, COLUMNS)
+    code_tiles, _, group_tiles = buffers
+    arrived = full.index(stage)
+    offs = [place.first, step * code_tiles.shape[2]]
+    mbarrier.expect(arrived, codes.block_type.nbytes)
+    tma.async_copy_global_to_shared(codes, offs, arrived, code_tiles.index(stage))
     for i in gl.static_range(len(FORMAT.groups)):
-        _copy_groups(groups[i].index(stage), w[1 + i], rows, step, K, FORMAT.groups[i])
+        _copy_groups(group_tiles[i].index(stage), w[1 + i], place, step, K, FORMAT.groups[i])
+
+
+@constexpr_function
+def _layout_of_x(columns):
+    """How the threads that load divide x: eight columns each."""
+    lanes = min(columns // 8, 32)
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [LOADERS, 1], [1, 0])
 
 
 @jit
-def _copy_x(tile, x, rows, step, K: gl.constexpr, FORMAT: gl.constexpr):
-    """Start to copy rows of x for a step, in the order of W's columns."""
+def _copy_x(tile, x, rows, present, step, K: gl.constexpr):
+    """Start to copy rows of x for a step. Those that are not present become zero."""
     LAYOUT: gl.constexpr = rows.type.layout.parent
-    offs = step * tile.shape[1] + gl.arange(0, tile.shape[1], gl.SliceLayout(0, LAYOUT))
-    # Runs of eight stay together
-    pointers = x + (rows[:, None] + columns_of(offs, K, FORMAT)[None, :])
-    pointers = gl.max_contiguous(gl.multiple_of(pointers, [16, 16]), [1, 8])
-    async_copy.async_copy_global_to_shared(tile, pointers)
+    columns = step * tile.shape[1] + gl.arange(0, tile.shape[1], gl.SliceLayout(0, LAYOUT))
+    pointers = x + (rows.to(gl.int64)[:, None] * K + columns[None, :])
+    async_copy.async_copy_global_to_shared(tile, pointers, mask=present[:, None])
 
 
 @jit
-def _tile_of(tile, work, N, TOKENS: gl.constexpr, ROWS: gl.constexpr, EXPERTS: gl.constexpr):
-    """Where a tile lies: the first row of W, and how many may follow it; the same row counted within
-    its matrix; the first token, or where an expert's slots begin; how many of them there are."""
-    _, _, expert, begin, T = work
+def _block_of(block, slots, T, TOKENS: gl.constexpr, EXPERTS: gl.constexpr):
+    """A block's expert, where its slots begin, and how many they are. Without experts there is one
+    block, of all tokens."""
     if EXPERTS is None:
-        blocks = gl.cdiv(T, TOKENS)
-        row = tile // blocks * ROWS
-        begin = tile % blocks * TOKENS
-        return (row, N - 1 - row), row, begin, T - begin
+        return 0, 0, T
+    else:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        offs_e = gl.arange(0, EXPERTS.padded, LAYOUT)
+        return block_of(slots[1], offs_e, block, TOKENS, EXPERTS)
+
+
+@jit
+def _tile_of(tile, block, N, TOKENS: gl.constexpr, ROWS: gl.constexpr, EXPERTS: gl.constexpr):
+    """Where a tile of a block lies."""
+    expert, begin, T = block
+    if EXPERTS is None:
+        parts = gl.cdiv(T, TOKENS)
+        row = tile // parts * ROWS
+        begin = tile % parts * TOKENS
+        return Place(row, N - 1 - row, row, begin, T - begin)
     else:
         row = tile * ROWS
-        return (expert.to(gl.int64) * N + row, N - 1 - row), row, begin, T
+        return Place(expert * N + row, N - 1 - row, row, begin, T)
 
 
 @jit
-def _load_w(
-    tiles, i, w, work, N, K: gl.constexpr, COLUMNS: gl.constexpr, EXPERTS: gl.constexpr,
-    FORMAT: gl.constexpr,
-):  # fmt: skip
-    """Start to copy W for a program's step i."""
-    codes, x_tiles, _ = tiles
-    STEPS: gl.constexpr = K // COLUMNS
-    start, _, _, _, _ = work
-    unit = start + i
-    rows, _, _, _ = _tile_of(unit // STEPS, work, N, x_tiles.shape[1], codes.shape[1], EXPERTS)
-    _copy_w(tiles, i % codes.shape[0], w, rows, unit % STEPS, K, COLUMNS, FORMAT)
+def _tiles_of(block, work, STEPS: gl.constexpr):
+    """The program's part of a block's tiles: the first one, and where they end."""
+    before = block * work.tiles
+    first = gl.maximum(work.start // STEPS - before, 0)
+    return first, gl.minimum(gl.cdiv(work.end, STEPS) - before, work.tiles)
+
+
+@jit
+def _steps_of(tile, work, STEPS: gl.constexpr):
+    """The program's part of a tile's steps: the first one, and where they end."""
+    before = tile * STEPS
+    return gl.maximum(work.start - before, 0), gl.minimum(work.end - before, STEPS)
 
 
 @jit
 def _load_tiles(
-    tiles, full, empty, x, w, work, slots, N, K: gl.constexpr, EXPERTS: gl.constexpr,
+    buffers, full, empty, x, codes, w, work, slots, N, K: gl.constexpr, EXPERTS: gl.constexpr,
     FORMAT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The group that loads."""
-    codes, x_tiles, _ = tiles
-    start, end, _, _, count = work
+    code_tiles, x_tiles, _ = buffers
+    start, end, tiles, T = work
     STAGES: gl.constexpr = x_tiles.shape[0]
     TOKENS: gl.constexpr = x_tiles.shape[1]
     COLUMNS: gl.constexpr = x_tiles.shape[2]
+    ROWS: gl.constexpr = code_tiles.shape[1]
     STEPS: gl.constexpr = K // COLUMNS
-    LAYOUT: gl.constexpr = _layout_of_x(TOKENS, COLUMNS, FORMAT.neighbour)
-    for i in range(gl.minimum(STAGES, end - start)):  # before the wait
-        _load_w(tiles, i, w, work, N, K, COLUMNS, EXPERTS, FORMAT)
+    LAYOUT: gl.constexpr = _layout_of_x(COLUMNS)
+    if EXPERTS is None:  # before the wait
+        for i in range(gl.minimum(STAGES, end - start)):
+            unit = start + i
+            place = _tile_of(unit // STEPS, (0, 0, T), N, TOKENS, ROWS, EXPERTS)
+            _copy_w(buffers, full, i, codes, w, place, unit % STEPS, K, FORMAT)
     gdc_wait(PDL)
     offs_t = gl.arange(0, TOKENS, gl.SliceLayout(1, LAYOUT))
-    if EXPERTS is not None:
-        t = gl.minimum(offs_t, count - 1)
-        slot = gl.load(slots[0] + t, mask=t >= 0, other=0)
-        x_rows = (slot // EXPERTS.shared).to(gl.int64) * K
-    for i in range(end - start):
-        stage = i % STAGES
-        unit = start + i
-        if i >= STAGES:
-            mbarrier.wait(empty.index(stage), (i // STAGES - 1) & 1)
-            _load_w(tiles, i, w, work, N, K, COLUMNS, EXPERTS, FORMAT)
-        if EXPERTS is None:
-            _, _, begin, T = _tile_of(unit // STEPS, work, N, TOKENS, codes.shape[1], EXPERTS)
-            x_rows = (begin + gl.minimum(offs_t, T - 1)).to(gl.int64) * K
-        _copy_x(x_tiles.index(stage), x, x_rows, unit % STEPS, K, FORMAT)
-        async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
-
-
-PART = constexpr(64)  # columns that are decoded while those before are being multiplied
+    for j in range(start // (tiles * STEPS), gl.cdiv(end, tiles * STEPS)):
+        block = _block_of(j, slots, T, TOKENS, EXPERTS)
+        first, last = _tiles_of(j, work, STEPS)
+        for tile in range(first, last):
+            place = _tile_of(tile, block, N, TOKENS, ROWS, EXPERTS)
+            present = offs_t < place.count
+            if EXPERTS is None:
+                x_rows = place.begin + offs_t
+            else:
+                own = gl.load(slots[0] + place.begin + offs_t, mask=present, other=0)
+                x_rows = own // EXPERTS.shared
+            low, high = _steps_of(j * tiles + tile, work, STEPS)
+            for step in range(low, high):
+                i = (j * tiles + tile) * STEPS + step - start
+                stage = i % STAGES
+                if i >= STAGES:
+                    mbarrier.wait(empty.index(stage), (i // STAGES - 1) & 1)
+                if i >= STAGES or EXPERTS is not None:
+                    _copy_w(buffers, full, stage, codes, w, place, step, K, FORMAT)
+                _copy_x(x_tiles.index(stage), x, x_rows, present, step, K)
+                async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
 
 
 @jit
-def _decode(tiles, stage, part, OPERAND: gl.constexpr, WARPS: gl.constexpr, FORMAT: gl.constexpr):
-    """W of a part of a stage's columns, as wgmma's left operand."""
-    codes, x_tiles, groups = tiles
-    ROWS: gl.constexpr = codes.shape[1]
-    WIDTH: gl.constexpr = codes.shape[2] * PART // x_tiles.shape[2]
-    part_codes = codes.index(stage).slice(part * WIDTH, WIDTH, dim=1)
-    if codes.dtype == gl.int32:
-        WORDS: gl.constexpr = _layout_of_words(ROWS, WIDTH, WARPS)
-        tile = (part_codes.load(WORDS).reshape(ROWS, WIDTH // 4, 4),)
+def _words_in_parts(words, WIDTH: gl.constexpr):
+    """words [ROWS, n WIDTH], each thread of which has some of every part: n tiles [ROWS, WIDTH]."""
+    ROWS: gl.constexpr = words.shape[0]
+    HALF: gl.constexpr = words.shape[1] // 2
+    if HALF < WIDTH:
+        return (words,)
     else:
-        tile = (part_codes.load(OPERAND),)
+        low, high = gl.split(words.reshape(ROWS, 2, HALF).permute(0, 2, 1))
+        return _words_in_parts(low, WIDTH) + _words_in_parts(high, WIDTH)
+
+
+@jit
+def _codes_in_parts(codes, PART: gl.constexpr, OPERAND: gl.constexpr):
+    """The codes of a step, PART columns each, as FORMAT.values takes them."""
+    ROWS: gl.constexpr = codes.shape[0]
+    parts = ()
+    if codes.dtype == gl.int32:
+        WIDTH: gl.constexpr = PART // 8
+        LAYOUT: gl.constexpr = _layout_of_words(ROWS, codes.shape[1], gl.num_warps())
+        words = _words_in_parts(codes.load(LAYOUT), WIDTH)
+        for i in gl.static_range(codes.shape[1] // WIDTH):
+            parts += (words[i].reshape(ROWS, WIDTH // 4, 4),)
+    else:
+        for i in gl.static_range(codes.shape[1] // PART):
+            parts += (codes.slice(i * PART, PART, dim=1).load(OPERAND),)
+    return parts
+
+
+@jit
+def _decode(codes, groups, stage, part: gl.constexpr, PART: gl.constexpr, FORMAT: gl.constexpr):
+    """A part of a step's weights."""
     G: gl.constexpr = PART // 32
+    tile = (codes,)
     for j in gl.static_range(len(FORMAT.groups)):
         tile += (groups[j].index(stage).slice(part * G, G, dim=1).load(gl.AutoLayout()),)
-    values = FORMAT.values(tile if len(FORMAT.groups) > 0 else tile[0], FORMAT.scales_of)
-    return gl.convert_layout(values.to(x_tiles.dtype), OPERAND)
+    return FORMAT.values(tile if len(FORMAT.groups) > 0 else codes, FORMAT.scales_of)
 
 
 @jit
 def _multiply_tiles(
-    tiles, full, empty, w, work, result, K: gl.constexpr, EXPERTS: gl.constexpr,
+    buffers, full, empty, w, work, slots, result, K: gl.constexpr, EXPERTS: gl.constexpr,
     FORMAT: gl.constexpr, EPILOGUE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The groups that multiply."""
-    codes, x_tiles, _ = tiles
-    start, end, _, _, _ = work
+    code_tiles, x_tiles, group_tiles = buffers
+    start, end, tiles, T = work
     STAGES: gl.constexpr = x_tiles.shape[0]
     TOKENS: gl.constexpr = x_tiles.shape[1]
     COLUMNS: gl.constexpr = x_tiles.shape[2]
-    ROWS: gl.constexpr = codes.shape[1]
-    WARPS: gl.constexpr = gl.num_warps()
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
+    ROWS: gl.constexpr = code_tiles.shape[1]
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, TOKENS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     STEPS: gl.constexpr = K // COLUMNS
-    for tile in range(start // STEPS, gl.cdiv(end, STEPS)):
-        low = gl.maximum(start - tile * STEPS, 0)
-        high = gl.minimum(end - tile * STEPS, STEPS)
-        acc = gl.zeros([ROWS, TOKENS], gl.float32, MMA)
-        for step in range(low, high):
-            i = tile * STEPS + step - start
-            stage = i % STAGES
-            mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-            fence_async_shared()
-            operands = ()
-            for part in gl.static_range(COLUMNS // PART):
-                a = _decode(tiles, stage, part, OPERAND, WARPS, FORMAT)
-                x = x_tiles.index(stage).slice(part * PART, PART, dim=1)
-                acc = warpgroup_mma(a, x.permute((1, 0)), acc, is_async=True)
-                operands += (a,)
-            acc = warpgroup_mma_wait(0, deps=(acc,) + operands)[0]
-            mbarrier.arrive(empty.index(stage), count=1)
-        gdc_wait(PDL)
-        whole = high - low == STEPS
-        _hand_over(acc, tile, whole, w, work, result, STEPS, EXPERTS, FORMAT, EPILOGUE)
+    # Columns that are decoded while those before are being multiplied; 8-bit codes lie in runs of 128
+    PART: gl.constexpr = 64 if code_tiles.dtype == gl.int32 or COLUMNS == 64 else 128
+    for j in range(start // (tiles * STEPS), gl.cdiv(end, tiles * STEPS)):
+        block = _block_of(j, slots, T, TOKENS, EXPERTS)
+        first, last = _tiles_of(j, work, STEPS)
+        for tile in range(first, last):
+            low, high = _steps_of(j * tiles + tile, work, STEPS)
+            acc = gl.zeros([ROWS, TOKENS], gl.float32, MMA)
+            for step in range(low, high):
+                i = (j * tiles + tile) * STEPS + step - start
+                stage = i % STAGES
+                mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+                fence_async_shared()
+                codes = _codes_in_parts(code_tiles.index(stage), PART, OPERAND)
+                operands = ()
+                for part in gl.static_range(COLUMNS // PART):
+                    values = _decode(codes[part], group_tiles, stage, part, PART, FORMAT)
+                    a = gl.convert_layout(values.to(x_tiles.dtype), OPERAND)
+                    x = x_tiles.index(stage).slice(part * PART, PART, dim=1)
+                    acc = warpgroup_mma(a, x.permute((1, 0)), acc, is_async=True)
+                    operands += (a,)
+                acc = warpgroup_mma_wait(0, deps=(acc,) + operands)[0]
+                mbarrier.arrive(empty.index(stage), count=1)
+            gdc_wait(PDL)
+            place = _tile_of(tile, block, result.N, TOKENS, ROWS, EXPERTS)
+            whole = high - low == STEPS
+            _hand_over(
+                acc, j * tiles + tile, whole, w, place, slots, result, STEPS, EXPERTS, FORMAT,
+                EPILOGUE,
+            )  # fmt: skip
 
 
 @jit
 def _hand_over(
-    acc, tile, whole, w, work, result, STEPS: gl.constexpr, EXPERTS: gl.constexpr,
+    acc, tile, whole, w, place, slots, result, STEPS: gl.constexpr, EXPERTS: gl.constexpr,
     FORMAT: gl.constexpr, EPILOGUE: gl.constexpr,
 ):  # fmt: skip
-    """Hand a tile's sums to the epilogue. If several programs share it, the last one to finish adds
-    theirs up."""
-    _, N, _, shared, _ = result
-    ROWS: gl.constexpr = acc.shape[0]
-    TOKENS: gl.constexpr = acc.shape[1]
+    """Hand a tile's sums to the epilogue. If several programs share it, one adds theirs up. whole:
+    whether all of its steps are the program's own."""
     # Pairs of rows side by side
-    BESIDE: gl.constexpr = ROWS // 64
+    BESIDE: gl.constexpr = acc.shape[0] // 64
     OTHERS: gl.constexpr = gl.num_warps() // BESIDE
     OUT: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [BESIDE, OTHERS], [0, 1])
     y = gl.convert_layout(acc, OUT)
-    place = _tile_of(tile, work, N, TOKENS, ROWS, EXPERTS)
     if EXPERTS is None:
-        y, whole = _add_up(y, tile, whole, place[3], shared, STEPS)
+        y, whole = _add_up(y, tile, whole, place.count, result.sums, STEPS)
     if whole:
-        _finish(y, w, place, result, EXPERTS, FORMAT, EPILOGUE)
+        _finish(y, w, place, slots, result, EXPERTS, FORMAT, EPILOGUE)
 
 
 @jit
-def _add_up(y, tile, whole, T, shared, STEPS: gl.constexpr):
-    """Unless y is a tile's whole sum, leave it for the last program that shares the tile. Returns
-    the sum, and whether it is whole now."""
-    partial, arrived, units = shared
+def _add_up(y, tile, whole, T, sums, STEPS: gl.constexpr):
+    """Unless y is a tile's whole sum, it is one of several: the program with the tile's first steps
+    adds them up, the others leave theirs in memory. Returns the sum, and whether it is whole now."""
+    partial, arrived, units, programs = sums
     ROWS: gl.constexpr = y.shape[0]
     TOKENS: gl.constexpr = y.shape[1]
     OUT: gl.constexpr = y.type.layout
     if not whole:
-        programs = gl.num_programs(0)
+        program = gl.program_id(0)
         first = ((tile * STEPS + 1) * programs - 1) // units
         last = ((tile + 1) * STEPS * programs - 1) // units
         r = gl.arange(0, ROWS, gl.SliceLayout(1, OUT))[:, None]
         t = gl.arange(0, TOKENS, gl.SliceLayout(0, OUT))[None, :]
-        parts = partial + (t * ROWS + r)
-        # A program can share its first tile with those before it, and its last with those after it
-        own = 2 * gl.program_id(0) + (gl.program_id(0) == first).to(gl.int32)
-        gl.store(parts + own * (TOKENS * ROWS), y, mask=t < T)
-        whole = is_last(arrived + tile, last - first + 1)
-        if whole:
-            y = gl.zeros_like(y)
-            for program in range(first, last + 1, 4):
+        parts = partial + (t * ROWS + r)  # of a program, which leaves no more than one
+        if program == first:
+            while gl.atomic_add(arrived + tile, 0, sem="acquire") < last - first:
+                pass
+            gl.store(arrived + tile, 0)
+            for other in range(first + 1, last + 1, 4):
                 loaded = ()
-                for other in gl.static_range(4):  # at once
-                    p = program + other
-                    part = parts + (2 * p + (p == first).to(gl.int32)) * (TOKENS * ROWS)
-                    mask = (t < T) & (p <= last)
+                for i in gl.static_range(4):  # at once
+                    part = parts + (other + i) * (TOKENS * ROWS)
+                    mask = (t < T) & (other + i <= last)
                     loaded += (gl.load(part, mask=mask, other=0.0, cache_modifier=".cg"),)
                 y += (loaded[0] + loaded[1]) + (loaded[2] + loaded[3])
+            whole = True
+        else:
+            gl.store(parts + program * (TOKENS * ROWS), y, mask=t < T)
+            barrier()
+            gl.atomic_add(arrived + tile, 1, sem="release")
     return y, whole
 
 
 @jit
 def _finish(
-    y, w, place, result, EXPERTS: gl.constexpr, FORMAT: gl.constexpr, EPILOGUE: gl.constexpr
+    y, w, place, slots, result, EXPERTS: gl.constexpr, FORMAT: gl.constexpr, EPILOGUE: gl.constexpr
 ):
     """Hand y [ROWS, TOKENS] to the epilogue."""
-    w_rows, row, begin, T = place
-    first, _ = w_rows
-    args, N, biases, _, slots = result
+    first, _, row, begin, T = place
+    args, N, biases, _ = result
     ROWS: gl.constexpr = y.shape[0]
     TOKENS: gl.constexpr = y.shape[1]
     OUT: gl.constexpr = y.type.layout
@@ -816,34 +881,26 @@ def _finish(
     elif EPILOGUE.added is not None:
         added = args[EPILOGUE.added] + t * N + rows
         y += gl.load(added, mask=(rows < N) & (t < T), other=0.0).to(gl.float32)
+    if EXPERTS is not None:
+        args = args + (slots[0] + begin,)
     SIZES: gl.constexpr = EPILOGUE.sizes
-    args = args + slots
     ready = EPILOGUE.prepare(args, rows, t, T, N, TOKENS, SIZES)
     EPILOGUE.store(args, y, ready, T, N, ROWS, TOKENS, SIZES)
 
 
 @jit
 def many_kernel(
-    x, w, bias, T, args, order, counts, partial, arrived, N, K: gl.constexpr, TOKENS: gl.constexpr,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, EXPERTS: gl.constexpr,
-    FORMAT: gl.constexpr, EPILOGUE: gl.constexpr, PDL: gl.constexpr,
+    x, codes, w, bias, T, args, order, counts, partial, arrived, N, K: gl.constexpr,
+    TOKENS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
+    EXPERTS: gl.constexpr, FORMAT: gl.constexpr, EPILOGUE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Tiles of ROWS rows of W by TOKENS of T tokens, or of the slots of an expert, COLUMNS columns a
-    step. With experts a program has whole tiles; otherwise the steps of all tiles are divided evenly.
-
-    work     the program's first step, and the end of its steps; its expert, where the slots begin,
-             and how many slots there are; without experts 0, 0, and how many tokens there are
-    result   what the epilogue gets, the rows of W, the bias, where programs that share a tile leave
-             sums, and the slots"""
+    step. The steps of all tiles are divided evenly; with experts the tiles are."""
     gdc_launch_dependents(PDL)
-    codes: gl.constexpr = w[0].dtype.element_ty
-    WIDTH: gl.constexpr = COLUMNS // 8 if codes == gl.int32 else COLUMNS
-    VEC: gl.constexpr = 128 // codes.primitive_bitwidth
-    PHASES: gl.constexpr = WIDTH // VEC if WIDTH // VEC < 8 else 8
-    C_SHARED: gl.constexpr = gl.SwizzledSharedLayout(VEC, 8 // PHASES, PHASES, [1, 0])
     G_SHARED: gl.constexpr = gl.SwizzledSharedLayout(COLUMNS // 32, 1, 1, [1, 0])
     X_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    code_tiles = gl.allocate_shared_memory(codes, [STAGES, ROWS, WIDTH], C_SHARED)
+    WIDTH: gl.constexpr = codes.block_shape[1]
+    code_tiles = gl.allocate_shared_memory(codes.dtype, [STAGES, ROWS, WIDTH], codes.layout)
     x_tiles = gl.allocate_shared_memory(x.dtype.element_ty, [STAGES, TOKENS, COLUMNS], X_SHARED)
     groups = ()
     for i in gl.static_range(len(FORMAT.groups)):
@@ -852,41 +909,48 @@ def many_kernel(
                 w[1 + i].dtype.element_ty, [STAGES, ROWS, COLUMNS // 32], G_SHARED
             ),
         )
-    tiles = (code_tiles, x_tiles, groups)
-    full = _barriers(STAGES, 32 * LOADERS)
+    buffers = (code_tiles, x_tiles, groups)
+    full = _barriers(STAGES, 1 + 32 * LOADERS)  # the codes, and what each thread copies
     empty = _barriers(STAGES, 1)
     STEPS: gl.constexpr = K // COLUMNS
     # What warp_specialize hands over may be a tensor or a tuple, but not None
-    slots = ()
-    shared = ()
+    slots = ()  # with experts, all slots and how many each expert has
+    sums = ()
     biases = ()
+    tiles = gl.cdiv(N, ROWS)
     if EXPERTS is None:
-        units = gl.cdiv(T, TOKENS) * gl.cdiv(N, ROWS) * STEPS
-        start = gl.program_id(0) * units // gl.num_programs(0)
-        end = (gl.program_id(0) + 1) * units // gl.num_programs(0)
-        work = (start, end, 0, 0, T)
-        shared = (partial, arrived, units)
+        UNIT: gl.constexpr = 1  # steps that one program takes
+        tiles *= gl.cdiv(T, TOKENS)
+        units = tiles * STEPS
     else:
+        UNIT: gl.constexpr = STEPS
         gdc_wait(PDL)
+        slots = (order, counts)
         offs_e = gl.arange(0, EXPERTS.padded, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-        expert, begin, T = block_of(counts, offs_e, gl.program_id(0), TOKENS, EXPERTS)
-        row_tiles = gl.where(T > 0, gl.cdiv(N, ROWS), 0)
-        start = gl.program_id(1) * row_tiles // gl.num_programs(1) * STEPS
-        end = (gl.program_id(1) + 1) * row_tiles // gl.num_programs(1) * STEPS
-        work = (start, end, expert, begin, T)
-        slots = (order + begin,)
+        count = gl.load(counts + offs_e, mask=offs_e < EXPERTS.count, other=0)
+        units = gl.sum((count + TOKENS - 1) // TOKENS, 0) * tiles
+    programs = gl.minimum(gl.num_programs(0), units)
+    program = gl.minimum(gl.program_id(0), programs)
+    start = program * units // programs * UNIT
+    end = gl.minimum(program + 1, programs) * units // programs * UNIT
+    if EXPERTS is None:
+        sums = Sums(partial, arrived, units, programs)
     if bias is not None:
         biases = (bias,)
-    result = (args, N, biases, shared, slots)
-    # Triton 3.6 does not see that what follows may overwrite what block_of's sums are read from
+    work = Work(start, end, tiles, T)
+    result = Result(args, N, biases, sums)
+    # Triton 3.6 does not see that what follows may overwrite what the sum is read from
     barrier()
     gl.warp_specialize(
         [
             (
                 _multiply_tiles,
-                (tiles, full, empty, w, work, result, K, EXPERTS, FORMAT, EPILOGUE, PDL),
+                (buffers, full, empty, w, work, slots, result, K, EXPERTS, FORMAT, EPILOGUE, PDL),
             ),
-            (_load_tiles, (tiles, full, empty, x, w, work, slots, N, K, EXPERTS, FORMAT, PDL)),
+            (
+                _load_tiles,
+                (buffers, full, empty, x, codes, w, work, slots, N, K, EXPERTS, FORMAT, PDL),
+            ),
         ],
         [LOADERS],
         [LOADER_REGISTERS],
@@ -900,7 +964,12 @@ def registers(warps: int, programs: int) -> int:
 
 
 SHARED_MEMORY = 227 * 1024  # bytes that the programs of an SM may have
-HAND_OVER = 16 * 1024 + 256  # bytes of it that a program needs to hand over its sums
+HAND_OVER = 16 * 1024  # bytes of it through which a program hands over its sums, at most
+
+
+def codes(w: Matrix, sizes: ManySizes, columns: int) -> TensorDescriptor:
+    """The codes of W in tiles of `columns` columns."""
+    return descriptor(w.data, [sizes.rows, columns // w.format.codes_each])
 
 
 def stages(w: Matrix, sizes: ManySizes, columns: int) -> int:
@@ -910,4 +979,5 @@ def stages(w: Matrix, sizes: ManySizes, columns: int) -> int:
     bytes_of_row = codes.nbytes // w.rows * columns // w.columns
     bytes_of_row += sum(t.itemsize for t in groups) * columns // 32
     step = sizes.rows * bytes_of_row + sizes.block * columns * 2
-    return min(sizes.stages, (SHARED_MEMORY // sizes.programs - HAND_OVER) // step)
+    others = min(HAND_OVER, sizes.rows * sizes.block * 4) + 256  # with the barriers
+    return min(sizes.stages, (SHARED_MEMORY // sizes.programs - others) // step)
