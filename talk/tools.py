@@ -2,9 +2,9 @@
 said and what is called.
 
 Each family writes calls in its own way, a Style, which is found from the chat template. To add one,
-write the function that reads a call, and a row of STYLES: the first whose pattern is in a template
-counts. The function must also read what call_grammar has a model write if a call is required, an object
-of JSON between the style's `opens` and `close`."""
+add a row to STYLES: the first whose pattern is in a template counts. Arguments that are not JSON need
+a class like XmlArguments. If a call is required, call_grammar has a model write an object of JSON
+between the style's `opens` and `close`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,6 +30,10 @@ class Call(NamedTuple):
     arguments: str  # an object of JSON
 
 
+# calls, and how many characters they take; None if that is not decided
+Found = tuple[list[Call], int] | None
+
+
 class Part(NamedTuple):
     """A part of a text: of what is thought, or of what is said. A call is one with its name, others with
     its arguments, and one at its end, unless the text ends before."""
@@ -44,20 +48,18 @@ def call_id() -> str:
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
-# ---- one function for each way to write calls
-#
-# It is given a text that begins with a mark of its style, and the JSON schema of each tool's
-# arguments. It returns the calls, none if it is no call, and how many characters they take. None
-# means that the text is incomplete.
-#
-# A call of a known tool, of which the usual beginning is recognised, does not wait for its end: its
-# arguments come as they are written, whatever they become.
+# ---- JSON as models write it
 
-Found = tuple[list[Call], int] | None
-Tools = Mapping[str, dict]
+Tools = Mapping[str, dict]  # the JSON schemas of their arguments, by their names
 
-_DECODER = json.JSONDecoder(strict=False)  # models write newlines into strings
 _SPACE = re.compile(r"\s*")
+
+
+def _no_json(name: str) -> None:
+    raise ValueError(name)  # NaN, Infinity
+
+
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_no_json)  # newlines may be in strings
 
 
 def json_at(text: str, begin: int) -> tuple[object, int] | None:
@@ -81,62 +83,6 @@ def call_of(value: object) -> Call | None:
     except (ValueError, RecursionError):
         return None
     return Call(value["name"], text) if isinstance(arguments, dict) else None
-
-
-def calls_of(values: list, end: int) -> Found:
-    calls = [*map(call_of, values)]
-    return (calls, end) if all(calls) else ([], end)
-
-
-def read_hermes(text: str, tools: Tools) -> Found:
-    """<tool_call>{"name": .., "arguments": {..}}</tool_call>"""
-    if found := json_at(text, len("<tool_call>")):
-        value, end = found
-        return calls_of([value], end)
-    return None
-
-
-def read_llama(text: str, tools: Tools) -> Found:
-    """{"name": .., "parameters": {..}}, of which no mark tells that it is a call."""
-    if found := json_at(text, len(re.match(r"(<\|python_tag\|>)?", text)[0])):
-        value, end = found
-        calls, end = calls_of([value], end)
-        return [call for call in calls if call.name in tools], end
-    return None
-
-
-_MISTRAL_NAME = re.compile(r"\[TOOL_CALLS\]\s*([^\s\[{]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?={)")
-
-
-def read_mistral(text: str, tools: Tools) -> Found:
-    """[TOOL_CALLS] [{"name": .., "arguments": {..}}, ..] or [TOOL_CALLS]name[ARGS]{..}"""
-    if named := _MISTRAL_NAME.match(text):
-        if found := json_at(text, named.end()):
-            value, end = found
-            return calls_of([{"name": named[1], "arguments": value}], end)
-    elif found := json_at(text, len("[TOOL_CALLS]")):
-        value, end = found
-        return calls_of(value if isinstance(value, list) else [value], end)
-    return None
-
-
-_FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]+)>")
-_PARAMETER = re.compile(
-    r"\s*<parameter=([^>\n]+)>(?:\n(.*?)\n|(?!\n)(.*?)|\n)</parameter>"
-    r"(?=\s*<parameter=|\s*</function>)",
-    re.DOTALL,
-)
-_END = re.compile(r"\s*</function>")
-
-
-def read_coder(text: str, tools: Tools) -> Found:
-    """<tool_call><function=NAME><parameter=KEY>VALUE</parameter> .. </function></tool_call>"""
-    function = _FUNCTION.match(text)
-    if not function:
-        return read_hermes(text, tools) if text.startswith("<tool_call>") else None
-    arguments = XmlArguments(tools.get(function[1], {}))
-    written, end, complete = arguments.take(text[function.end() :])
-    return ([Call(function[1], written)], function.end() + end) if complete else None
 
 
 def as_type(value: str, properties: object, key: str) -> object:
@@ -188,6 +134,14 @@ class JsonArguments:
             self._complete = self._complete or self._depth == self._inside
 
 
+_PARAMETER = re.compile(
+    r"\s*<parameter=([^>\n]+)>(?:\n(.*?)\n|(?!\n)(.*?)|\n)</parameter>"
+    r"(?=\s*<parameter=|\s*</function>)",
+    re.DOTALL,
+)
+_END = re.compile(r"\s*</function>")
+
+
 class XmlArguments:
     """Parameters of Qwen3-Coder's kind, each of which comes when it is complete."""
 
@@ -213,76 +167,93 @@ class XmlArguments:
 
 # ---- styles
 
-
-class Beginning(NamedTuple):
-    """How a call begins."""
-
-    pattern: re.Pattern  # up to its arguments
-    arguments: Callable[[dict], JsonArguments | XmlArguments]  # by their schema
+_OBJECT = (
+    r'\s*{\s*(?:"type"\s*:\s*"function"\s*,\s*)?'
+    r'"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?={)'
+)
 
 
-def in_an_object(opens: str) -> Beginning:
-    """Of a call that is an object of JSON."""
-    name = r'"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?={)'
-    begins = rf'{opens}\s*{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?{name}'
-    return Beginning(re.compile(begins), lambda schema: JsonArguments(1))
+class Begun(NamedTuple):
+    """A call whose arguments follow."""
+
+    name: str
+    arguments: JsonArguments | XmlArguments
+    end: int  # characters before them
 
 
 class Style(NamedTuple):
-    """How a family of models writes calls."""
+    """How a family of models writes calls: as objects of JSON after the first of its marks or, if it has
+    one, in a way of its own."""
 
     template: str  # a pattern of its chat templates
-    marks: Collection[str]  # what a call begins with
+    marks: Sequence[str]  # what a call begins with
     close: str  # what may follow it
-    read: Callable[[str, Tools], Found]
-    begins: list[Beginning]
     opens: str  # what is written before a call that is asked for,
     key: str  # and what it calls the arguments
     first: str = ""  # another mark, where it is the first of a text
+    own: str = ""  # a pattern: a call up to its arguments, with its name
+    own_arguments: Callable[[dict], JsonArguments | XmlArguments] | None = None  # by their schema
 
     @property
     def control(self) -> list[str]:
         """What may be a control token, and is needed to read a call."""
         return [*self.marks, "[ARGS]", "[CALL_ID]", self.close]
 
+    @property
+    def before_object(self) -> str:
+        """A pattern of what comes before an object."""
+        return f"(?:{re.escape(self.marks[0])}){'?' if self.first else ''}"
 
-HERMES = Style(
-    "<tool_call>",
-    ["<tool_call>"],
-    "</tool_call>",
-    read_hermes,
-    [in_an_object("<tool_call>")],
-    "<tool_call>\n",
-    "arguments",
-)
+    def begun(self, text: str, tools: Tools) -> Begun | None:
+        """The call with which a text begins, if it begins as models mostly write it."""
+        if self.own and (found := re.match(self.own, text)):
+            schema = tools.get(found[1], {})
+            return Begun(found[1], self.own_arguments(schema), found.end())
+        if found := re.match(self.before_object + _OBJECT, text):
+            return Begun(found[1], JsonArguments(1), found.end())
+        return None
+
+    def calls(self, text: str, tools: Tools) -> Found:
+        """What is called at the beginning of a text, which begins with a mark: nothing if it is no
+        call."""
+        if begun := self.begun(text, tools):
+            written, end, complete = begun.arguments.take(text[begun.end :])
+            values = [{"name": begun.name, "arguments": written}]
+            end += begun.end
+        else:
+            before = re.match(self.before_object, text)
+            value, end = (before and json_at(text, before.end())) or (None, 0)
+            complete = isinstance(value, dict | list)
+            values = value if isinstance(value, list) else [value]
+        if not complete:
+            return None
+        calls = [*map(call_of, values)]
+        if self.first and text.startswith(self.first):  # no mark tells that it is a call
+            calls = [call if call and call.name in tools else None for call in calls]
+        return (calls, end) if all(calls) else ([], end)
+
+
+# <tool_call>{"name": .., "arguments": {..}}</tool_call>
+HERMES = Style("<tool_call>", ["<tool_call>"], "</tool_call>", "<tool_call>\n", "arguments")
+# <tool_call><function=NAME><parameter=KEY>VALUE</parameter> .. </function></tool_call>
 CODER = HERMES._replace(
     template="<function=",
     marks=["<tool_call>", "<function="],
-    read=read_coder,
-    begins=[*HERMES.begins, Beginning(_FUNCTION, XmlArguments)],
+    own=r"(?:<tool_call>\s*)?<function=([^>\n]+)>",
+    own_arguments=XmlArguments,
 )
+# [TOOL_CALLS] [{"name": .., "arguments": {..}}, ..] or [TOOL_CALLS]name[ARGS]{..}
 MISTRAL = Style(
     r"\[TOOL_CALLS\]",
     ["[TOOL_CALLS]"],
     "",
-    read_mistral,
-    [
-        Beginning(_MISTRAL_NAME, lambda schema: JsonArguments(0)),
-        in_an_object(r"\[TOOL_CALLS\]"),
-    ],
     "[TOOL_CALLS]",
     "arguments",
+    own=r"\[TOOL_CALLS\]\s*([^\s\[{]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?={)",
+    own_arguments=lambda schema: JsonArguments(0),
 )
-LLAMA = Style(
-    r'"parameters": |python_tag',
-    ["<|python_tag|>"],
-    "",
-    read_llama,
-    [in_an_object(r"(?:<\|python_tag\|>)?")],
-    "",
-    "parameters",
-    "{",
-)
+# {"name": .., "parameters": {..}}, also after <|python_tag|>
+LLAMA = Style(r'"parameters": |python_tag', ["<|python_tag|>"], "", "", "parameters", first="{")
 STYLES = [CODER, MISTRAL, HERMES, LLAMA, HERMES._replace(template=r"\btools\b")]
 
 
@@ -320,7 +291,7 @@ def call_grammar(
 # ---- a text as it comes
 
 
-def begun(text: str, marks: Collection[str]) -> int:
+def begun_mark(text: str, marks: Collection[str]) -> int:
     """How many characters at the end of a text may be the beginning of a mark."""
     sizes = range(1, max(map(len, marks), default=0))
     ends = (n for n in sizes if any(mark.startswith(text[-n:]) for mark in marks))
@@ -335,8 +306,8 @@ class Router:
     def __init__(
         self, style: Style | None = None, tools: Tools | None = None, thinks: bool = False
     ):
-        """style and tools: as for the functions that read calls; None if there are none. thinks: the
-        text begins within what is thought."""
+        """style: how calls are written; None if there are none. thinks: the text begins within what is
+        thought."""
         self.style = style
         self.tools = tools or {}
         self._pending = ""
@@ -377,7 +348,7 @@ class Router:
                 yield from self._said(thought)
                 self._enter("text", rest)
             else:
-                yield from self._said_but(begun(thought, [THOUGHT]))
+                yield from self._said_but(begun_mark(thought, [THOUGHT]))
         if self._state == "text":
             yield from self._text(last)
 
@@ -404,8 +375,13 @@ class Router:
             begin = self._pending.index(mark)
             yield from self._said(self._pending[:begin])
             self._pending = self._pending[begin:]
-            if call := self._begun_call():
-                yield call
+            begun = self.style.begun(self._pending, self.tools)
+            if begun and begun.name in self.tools:
+                # its arguments come as they are written, whatever they become
+                self._pending = self._pending[begun.end :]
+                self._arguments = begun.arguments
+                self._tried = 0
+                yield Part("call", call_id(), begun.name)
                 continue
             found = self._found(last)
             if not found:
@@ -419,18 +395,7 @@ class Router:
             else:
                 yield from self._said(mark)
                 self._pending = self._pending[len(mark) :]
-        yield from self._said_but(0 if last else begun(self._pending, self.style.marks))
-
-    def _begun_call(self) -> Part | None:
-        """The call of a known tool with which the pending text begins, up to its arguments."""
-        for pattern, arguments in self.style.begins:
-            found = pattern.match(self._pending)
-            if found and found[1] in self.tools:
-                self._pending = self._pending[found.end() :]
-                self._arguments = arguments(self.tools[found[1]])
-                self._tried = 0
-                return Part("call", call_id(), found[1])
-        return None
+        yield from self._said_but(0 if last else begun_mark(self._pending, self.style.marks))
 
     def _more_arguments(self) -> Iterator[Part]:
         written, end, complete = self._arguments.take(self._pending)
@@ -467,12 +432,12 @@ class Router:
         return min((place for place in places if place[0] >= 0), default=(0, ""))[1]
 
     def _found(self, last: bool) -> Found:
-        """What is read at the mark with which the pending text begins: None until that is
+        """The whole calls at the mark with which the pending text begins: None until that is
         decided."""
         new = self._pending[self._tried :]
         found = None
         if last or any(end in new for end in "}]>"):  # what a call ends in
-            found = self.style.read(self._pending, self.tools)
+            found = self.style.calls(self._pending, self.tools)
             self._tried = len(self._pending)
         if found or last:
             self._tried = 0
