@@ -219,7 +219,8 @@ class Writer:
         """The text and the ids that the chat template makes of messages, up to where the model
         answers, or goes on with the last answer. If they continue the last chat, so do the ids.
         tools and variables: what else the template is given, such as enable_thinking. Raises
-        ValueError if the template refuses the messages, or leaves out a system message."""
+        ValueError if the template refuses the messages, or leaves out a system message, and
+        texts.ContextFull, which is one, if there are more messages than the context holds tokens."""
         last = messages[-1] if messages else {}
         continues = last.get("role") == "assistant" and not last.get("tool_calls")
         if continues and not last["content"].strip():
@@ -227,6 +228,9 @@ class Writer:
             continues = False
         if not messages:
             raise ValueError("there is no message to answer, and no text of an answer to continue")
+        # Each takes a token at least: what cannot fit is not rendered, which would take seconds
+        calls = sum(len(message.get("tool_calls") or ()) for message in messages)
+        check_room(len(messages) + len(tools or ()) + calls, self.ctx_size, least=True)
         given = dict(tools=tools, variables=variables)
         pasts = [*self._pasts]  # an answer may end meanwhile, in another thread
 

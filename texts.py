@@ -26,11 +26,12 @@ def check_prompt(prompt: list[int], vocab_size: int) -> None:
         raise ValueError(what)
 
 
-def check_room(count: int, size: int) -> None:
-    """Raise ContextFull if a text of this many tokens does not fit into a context of this size."""
+def check_room(count: int, size: int, least: bool = False) -> None:
+    """Raise ContextFull if a text of this many tokens does not fit into a context of this size.
+    least: it may have more."""
     if count > size:
-        holds = f"the context holds {size} (ctx_size)"
-        raise ContextFull(f"the text has {count} tokens; {holds}")
+        has = f"the text has {'at least ' if least else ''}{count} tokens"
+        raise ContextFull(f"{has}; the context holds {size} (ctx_size)")
 
 
 class Score(NamedTuple):

@@ -469,6 +469,11 @@ def test_serve_refuses_wrong_bodies(server):
         error = answer["error"]
         assert status == 400 and error["code"] == "context_length_exceeded"
         assert re.search(r" 200\d tokens; the context holds 1024 \(ctx_size\)$", error["message"])
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 100_000
+    status, _, answer = server.ask(CHATS, dict(messages=turns))
+    error = answer["error"]
+    assert status == 400 and error["code"] == "context_length_exceeded"
+    assert "the text has at least " in error["message"], "they are not rendered, which takes long"
     assert server.ask(TEXTS_AT, dict(prompt=[1, 99999]))[0] == 400
     largest = b'{"prompt": "a", "max_tokens": 1}'.ljust(8 << 20)
     assert server.ask(TEXTS_AT, largest)[0] == 200
