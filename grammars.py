@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,7 @@ def json_value(schema: dict | bool | str) -> str:
             raise ValueError("it must be an object of JSON")
         text = json.dumps(schema)
         checked_size(text)
+        schema = settled(schema)
         if '"allOf"' not in text:  # parts of which each has some of the properties
             schema = closed(schema)
         return "%json " + json.dumps(schema | {"x-guidance": JSON_STYLE}, ensure_ascii=False)
@@ -47,23 +48,60 @@ def json_value(schema: dict | bool | str) -> str:
 
 # where a schema has others: as a value, in a list, by name
 INSIDE = ("items", "additionalProperties")
-LISTED = ("anyOf", "oneOf", "prefixItems")
+LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
 NAMED = ("properties", "$defs", "definitions")
 
 
-def closed(schema: object) -> object:
+def everywhere(change: Callable[[dict], dict]) -> Callable[[object], object]:
+    """A change of a schema, as one of it and of all inside it."""
+
+    def run(schema: object) -> object:
+        if not isinstance(schema, dict):
+            return schema
+        schema = dict(schema)
+        for key, value in schema.items():
+            if key in INSIDE:
+                schema[key] = run(value)
+            elif key in LISTED and isinstance(value, list):
+                schema[key] = [*map(run, value)]
+            elif key in NAMED and isinstance(value, dict):
+                schema[key] = {name: run(item) for name, item in value.items()}
+        return change(schema)
+
+    return run
+
+
+# JSON Schema's own. Others, such as "path" and "uint32", are notes for people, as it says
+FORMATS = (
+    "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6",
+    "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer",
+    "relative-json-pointer", "regex",
+)  # fmt: skip
+# what libraries write, although it says nothing
+EMPTY = {"propertyNames": {"type": "string"}, "uniqueItems": False}
+LARGEST = 2**63 - 1024  # of the integers of 64 bits, the largest that llguidance can compare
+
+
+@everywhere
+def settled(schema: dict) -> dict:
+    """A schema without what says nothing, and whose integers have at most 64 bits: a small model would
+    write more and more digits."""
+    schema = {name: value for name, value in schema.items() if EMPTY.get(name) != value}
+    if schema.get("format") not in FORMATS:
+        schema.pop("format", None)
+    kinds = schema.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if "integer" in kinds and "number" not in kinds and not {"enum", "const"} & schema.keys():
+        for limit, end in ("minimum", -LARGEST), ("maximum", LARGEST):
+            if f"exclusive{limit.capitalize()}" not in schema:
+                schema.setdefault(limit, end)
+    return schema
+
+
+@everywhere
+def closed(schema: dict) -> dict:
     """A schema whose objects have no properties but those it names, where it does not say so, as in
     llama.cpp: a small model would invent more and more of them."""
-    if not isinstance(schema, dict):
-        return schema
-    schema = dict(schema)
-    for key, value in schema.items():
-        if key in INSIDE:
-            schema[key] = closed(value)
-        elif key in LISTED and isinstance(value, list):
-            schema[key] = [*map(closed, value)]
-        elif key in NAMED and isinstance(value, dict):
-            schema[key] = {name: closed(item) for name, item in value.items()}
     named = schema.get("properties")
     required = schema.get("required", [])
     known = isinstance(named, dict) and isinstance(required, list)
@@ -163,5 +201,8 @@ class Grammars:
 def check(matcher: LLMatcher) -> None:
     """Raise ValueError if something is wrong with its grammar."""
     if error := matcher.get_error():
-        first, *_ = error.splitlines()  # the others quote the grammar
-        raise ValueError(f"the grammar or JSON schema: {one_line(first)}")
+        first, *others = (
+            error.splitlines()
+        )  # which quote the grammar, but for why a pattern is wrong
+        said = [first, *(line for line in others if line.startswith("error: "))]
+        raise ValueError(f"the grammar or JSON schema: {one_line(' '.join(said))}")

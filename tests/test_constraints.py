@@ -9,7 +9,15 @@ import time
 import pytest
 
 from constraints import Constraint
-from grammars import choice_grammar, closed, json_grammar, lark_grammar, literal, regex_grammar
+from grammars import (
+    choice_grammar,
+    closed,
+    json_grammar,
+    lark_grammar,
+    literal,
+    regex_grammar,
+    settled,
+)
 from session import Session
 from tests.helpers import TALES
 
@@ -167,6 +175,43 @@ def test_objects_have_the_properties_that_are_named(session):
     ):  # fmt: skip
         assert closed(as_it_is) == as_it_is
     assert "additionalProperties" not in json_grammar({"allOf": [inner, {"properties": {"c": {}}}]})
+
+
+def test_integers_end(session):
+    """At 64 bits; without a bound, a small model writes digits until the text is cut."""
+    kinds = [{"type": "integer"}, {"type": ["integer", "null"], "minimum": 10**18}]
+    for schema in [*kinds, {"type": "array", "items": kinds[0], "minItems": 1, "maxItems": 1}]:
+        for seed in range(5):
+            text = session.generate("A fox", schema=schema, n=40, temp=2, seed=seed).finish()
+            assert text.ended_by == "eos"
+            [number] = json.loads(f"[{text.text.strip('[]')}]")
+            assert number is None or abs(number) < 1 << 63
+    for as_it_is in (
+        {"type": "integer", "enum": [10**30]}, {"type": ["integer", "number"]}, {"type": "number"},
+        {"type": "integer", "exclusiveMinimum": 0, "maximum": 5}, {"properties": {"type": {"const": "integer"}}},
+    ):  # fmt: skip
+        assert settled(as_it_is) == as_it_is
+
+
+def test_what_libraries_write_into_schemas_is_no_hindrance(session):
+    """Formats that JSON Schema does not know, such as pydantic's and OpenAPI's, and keywords that are
+    always true; others that are not supported are refused by name."""
+    names = {
+        "type": "object",
+        "propertyNames": {"type": "string"},
+        "properties": {"é": {"const": 1}},
+    }
+    path = {"type": "string", "format": "file-path", "maxLength": 3}
+    word = {"type": "array", "items": path, "uniqueItems": False, "maxItems": 1}
+    for schema in names, path, word, {"allOf": [path]}, {"properties": {"format": path}}:
+        assert session.generate("A fox", schema=schema, n=1).finish().ids
+    for schema, name in (
+        ({"propertyNames": {"maxLength": 3}}, "propertyNames"),
+        ({"type": "string", "format": "json-pointer"}, "json-pointer"),
+        ({"type": "string", "pattern": "(?!a)b"}, "look-around"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            session.generate("A fox", schema=schema)
 
 
 def nested(depth: int) -> str:
