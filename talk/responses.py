@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
 
 from talk.openai import (
     Account,
@@ -15,6 +17,7 @@ from talk.openai import (
     as_tool,
     as_tool_call,
     event,
+    must_be,
     text_of,
     with_one_system,
 )
@@ -41,22 +44,31 @@ class Item(Strict):
     output: str | list[TextItemPart] = ""
 
 
+STORED = ("previous_response_id", "conversation", "prompt")
+
+
 class ResponsesRequest(TranslatedRequest):
     """A request for the next message of a chat."""
 
-    input: str | list[Item]
+    input: Annotated[
+        str | Annotated[list[Item], Field(min_length=1)],
+        must_be(
+            "a string, or a list of messages of text, of reasoning, and of calls of functions with"
+            " what they returned"
+        ),
+    ]
     instructions: str = ""
     tools: list[dict] = []
     tool_choice: str | dict = "auto"
     text: dict = {}
     reasoning: dict = {}
     max_output_tokens: int | None = None
-    previous_response_id: str | None = None
 
     def chat_fields(self) -> dict:
-        if self.previous_response_id:
-            message = "previous_response_id: nothing is stored here; send the whole conversation"
-            raise APIError(message, param="previous_response_id")
+        for name in STORED:
+            if name in self.model_extra:
+                message = f"{name}: nothing is stored here; send the whole conversation"
+                raise APIError(message, param=name)
         choice = self.tool_choice
         if isinstance(choice, dict):
             choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}

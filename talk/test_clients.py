@@ -107,6 +107,7 @@ def test_responses_that_are_cut_or_refused(scripted):  # noqa: F811
         assert response["incomplete_details"] == {"reason": "max_output_tokens"}
     for wrong in (
         {}, dict(input=5), dict(input=[{"type": "computer_call"}]), dict(input="x", previous_response_id="resp_1"),
+        dict(input="x", conversation="conv_1"), dict(input="x", prompt={"id": "pmpt_1"}),
         dict(input=[{"role": "user", "content": [{"type": "input_image"}]}]), dict(input=[]), dict(input="x", tools=5),
         dict(input="x", tool_choice={"type": "function", "name": "x"}), dict(input="x", max_output_tokens="x"),
         dict(input=[{"type": "function_call", "name": "x", "arguments": "["}]), dict(input="x", temperature=-1),
@@ -115,6 +116,10 @@ def test_responses_that_are_cut_or_refused(scripted):  # noqa: F811
         with pytest.raises(APIError) as refused:
             scripted.ask(RESPONSES, wrong)
         assert refused.value.status_code == 400, wrong
+        name = refused.value.detail.partition(":")[0]
+        assert name in wrong or name in ("input", "messages[0].tool_calls", "response_format"), (
+            wrong
+        )
 
 
 USER = {"role": "user", "content": "Weather?"}
