@@ -15,6 +15,28 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 
+MOST_DIGITS = 20  # in a row, of a number in JSON: integers of 64 bits have no more
+
+
+class Digits:
+    """Ends numbers in JSON, where a small model would write digits until its text is cut."""
+
+    def __init__(self, tokens: list[bytes]):
+        """tokens: the bytes of each, among them a quotation mark by itself."""
+        begins = torch.zeros(-(-len(tokens) // 32) * 32, dtype=torch.int64)
+        begins[[id for id, text in enumerate(tokens) if text[:1].isdigit()]] = 1
+        self._others = ~(begins.view(-1, 32) << torch.arange(32)).sum(1).int()
+        self._quote = tokens.index(b'"')
+
+    def leave_out(self, row: Tensor) -> None:
+        """Leave out of a mask the tokens that begin with a digit, unless there are no others, or this
+        is a string, which may end."""
+        others = row & self._others
+        in_string = row[self._quote // 32] >> self._quote % 32 & 1
+        if not in_string and others.any():
+            row.copy_(others)
+
+
 class Constraint:
     """What the next token of one text may be."""
 
@@ -26,17 +48,21 @@ class Constraint:
         matcher: LLMatcher | None = None,
         after: str = "",
         text_of: Callable[[int], str] = lambda id: "",
+        digits: Digits | None = None,
     ):
         """size: of the vocabulary. eos: the ids that end the text, which do not come before there
         are min_tokens. matcher: of the grammar of the text or, if `after` is not empty, of what
-        comes after that. text_of: the text of a token."""
+        comes after that. text_of: the text of a token. digits: numbers have at most MOST_DIGITS
+        in a row."""
         self.ended = False  # no more tokens can come
         self._eos = [*eos]
         self._left = min_tokens
         self._matcher = matcher
         self._after = after
         self._text_of = text_of
+        self._digits = digits
         self._end = ""  # of the text, while `after` has not come
+        self._run = 0  # digits at its end, once it has
         self._row = torch.full((-(-size // 32),), -1, dtype=torch.int32)
 
     def mask(self) -> Tensor:
@@ -47,6 +73,8 @@ class Constraint:
         if self._matcher and not self._after:
             self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.nbytes)
             check(self._matcher)
+            if self._digits and self._run >= MOST_DIGITS:
+                self._digits.leave_out(row)
         else:
             row.fill_(-1)
         if self._left > 0 or self._after:
@@ -68,3 +96,6 @@ class Constraint:
             self._matcher.consume_token(token)
             check(self._matcher)
             self.ended = self._matcher.is_stopped()
+            text = self._text_of(token)
+            before = text.rstrip("0123456789")
+            self._run = len(text) - len(before) + (0 if before else self._run)

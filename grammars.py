@@ -79,22 +79,14 @@ FORMATS = (
 )  # fmt: skip
 # what libraries write, although it says nothing
 EMPTY = {"propertyNames": {"type": "string"}, "uniqueItems": False}
-LARGEST = 2**63 - 1024  # of the integers of 64 bits, the largest that llguidance can compare
 
 
 @everywhere
 def settled(schema: dict) -> dict:
-    """A schema without what says nothing, and whose integers have at most 64 bits: a small model would
-    write more and more digits."""
+    """A schema without what says nothing."""
     schema = {name: value for name, value in schema.items() if EMPTY.get(name) != value}
     if schema.get("format") not in FORMATS:
         schema.pop("format", None)
-    kinds = schema.get("type")
-    kinds = kinds if isinstance(kinds, list) else [kinds]
-    if "integer" in kinds and "number" not in kinds and not {"enum", "const"} & schema.keys():
-        for limit, end in ("minimum", -LARGEST), ("maximum", LARGEST):
-            if f"exclusive{limit.capitalize()}" not in schema:
-                schema.setdefault(limit, end)
     return schema
 
 
@@ -144,6 +136,11 @@ def lark_grammar(text: str) -> str:
 def is_one_rule(grammar: str | None) -> bool:
     """Whether it is what the functions above write, but for lark_grammar."""
     return grammar is not None and grammar.startswith("start: ") and "\n" not in grammar
+
+
+def has_json(grammar: str) -> bool:
+    """Whether a JSON schema is in it."""
+    return "%json" in grammar
 
 
 def checked_size(grammar: str) -> None:

@@ -13,15 +13,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from weakref import ref
 
 import torch
 from tqdm import tqdm
 
-from constraints import Constraint
+from constraints import Constraint, Digits
 from engine import Engine, Sequence
+from grammars import has_json
 from loading.checkpoint import Checkpoint, load, open_checkpoint
 from loading.place import DTYPES
 from passes import Passes
@@ -336,11 +337,16 @@ class Session(Writer):
 
     def _constraint(self, order: Order) -> Constraint:
         V = self.vocab_size
-        matcher = None
+        matcher = digits = None
         if order.grammar is not None:
             matcher = self.grammars.matcher(order.grammar)
+            digits = self._digits if has_json(order.grammar) else None
         ends = [id for id in order.eos if 0 <= id < V]
-        return Constraint(V, ends, order.min_tokens, matcher, order.after, self.token_text)
+        return Constraint(V, ends, order.min_tokens, matcher, order.after, self.token_text, digits)
+
+    @cached_property
+    def _digits(self) -> Digits:
+        return Digits(self.grammars.tokens)
 
     def types(self) -> str:
         """The types in which the model computes, in words: its dtype, and what is in another
