@@ -14,21 +14,16 @@ from talk.openai import (
     Account,
     Strict,
     TextPart,
-    TranslatedRequest,
-    as_tool,
     as_tool_call,
     event,
     must_be,
     text_of,
-    with_one_system,
 )
 from talk.tools import Answer, Part
+from talk.translated import Items, TranslatedRequest, as_tool, with_one_system
 
 if TYPE_CHECKING:
     from prompts import Writer
-
-KINDS = {"text": "text", "thought": "thinking", "call": "tool_use"}
-
 
 Text = Annotated[str | list[TextPart], must_be("a string, or a list of blocks of the type text")]
 
@@ -146,12 +141,12 @@ class MessagesRequest(Conversation):
         return Reply(answers[0], model, self.stop_sequences)
 
 
-class Reply(Account):
+class Reply(Items):
     """A message as it grows, and the events that tell of it."""
 
     def __init__(self, answer: Answer, model: str, stops: list[str]):
         """stops: those of the request."""
-        self.answer = answer
+        super().__init__(answer)
         self.stops = stops
         self.message = {
             "id": f"msg_{uuid.uuid4().hex}",
@@ -162,42 +157,31 @@ class Reply(Account):
             "stop_reason": None,
             "stop_sequence": None,
         }
-        self._open = ""  # the kind of the block that is not complete
 
     def begin(self) -> bytes:
         self.message["usage"] = usage(self.answer)
         return typed_event("message_start", message=self.message) + typed_event("ping")
 
-    def add(self, index: int, parts: list[Part], _) -> bytes:
-        return b"".join(map(self._add, parts))
+    def open(self, part: Part) -> bytes:
+        block = {
+            "call": {"type": "tool_use", "id": part.text, "name": part.name, "input": {}},
+            "text": {"type": "text", "text": ""},
+            "thought": {"type": "thinking", "thinking": "", "signature": ""},
+        }[part.kind]
+        self.message["content"].append(block)
+        return self._of_block("start", content_block=block)
 
-    def _add(self, part: Part) -> bytes:
-        """Add a part, to the last block if it is of the same kind."""
-        blocks = self.message["content"]
-        kind = KINDS.get(part.kind, self._open)
-        events = b""
-        if kind != self._open or part.kind == "call":
-            events = self._close()
-            blank = {"type": kind, kind: ""}
-            if part.kind == "call":
-                blank = {"type": kind, "id": part.text, "name": part.name, "input": {}}
-            if kind == "thinking":
-                blank["signature"] = ""
-            blocks.append(blank)
-            place = len(blocks) - 1
-            events += typed_event("content_block_start", index=place, content_block=blank)
-            self._open = kind
-        match part.kind:
-            case "call":
-                return events
-            case "called":
-                return self._close()
-            case "arguments":
-                delta = {"type": "input_json_delta", "partial_json": part.text}
-            case _:
-                blocks[-1][kind] += part.text
-                delta = {"type": f"{kind}_delta", kind: part.text}
-        return events + typed_event("content_block_delta", index=len(blocks) - 1, delta=delta)
+    def extend(self, part: Part) -> bytes:
+        if part.kind == "arguments":
+            delta = {"type": "input_json_delta", "partial_json": part.text}
+            return self._of_block("delta", delta=delta)
+        block = self.message["content"][-1]
+        block[block["type"]] += part.text
+        delta = {"type": f"{block['type']}_delta", block["type"]: part.text}
+        return self._of_block("delta", delta=delta)
+
+    def done(self, kind: str, cut: bool) -> bytes:
+        return self._of_block("stop")
 
     def end(self, index: int) -> bytes:
         text = self.answer.text
@@ -207,7 +191,7 @@ class Reply(Account):
             ended = {"stop_reason": "stop_sequence", "stop_sequence": text.stop}
         self.message |= ended
         self.message["usage"] = usage(self.answer)
-        events = self._close()
+        events = self.close()
         return events + typed_event("message_delta", delta=ended, usage=self.message["usage"])
 
     def finish(self) -> bytes:
@@ -219,11 +203,9 @@ class Reply(Account):
             block["input"] = object_of(call.arguments)
         return self.message
 
-    def _close(self) -> bytes:
-        if not self._open:
-            return b""
-        self._open = ""
-        return typed_event("content_block_stop", index=len(self.message["content"]) - 1)
+    def _of_block(self, name: str, **fields) -> bytes:
+        index = len(self.message["content"]) - 1
+        return typed_event(f"content_block_{name}", index=index, **fields)
 
 
 def object_of(arguments: str) -> dict:

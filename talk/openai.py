@@ -886,52 +886,6 @@ def checked(fields: dict, kind: type[ModelRequest]) -> ModelRequest:
         raise first_error(error) from None
 
 
-def with_one_system(messages: list[dict]) -> list[dict]:
-    """Messages as all chat templates take them, where agents put instructions between others: those
-    at the beginning are one system message, and later ones part of the user's message."""
-    settled: list[dict] = []
-    for message in messages:
-        if message["role"] not in ("system", "developer"):
-            settled.append(message)
-            continue
-        begins = all(earlier["role"] == "system" for earlier in settled)
-        role = "system" if begins else "user"
-        if settled and settled[-1]["role"] == role:
-            text = f"{settled[-1]['content']}\n\n{message['content']}"
-            settled[-1] = settled[-1] | {"content": text}
-        else:
-            settled.append(message | {"role": role})
-    return settled
-
-
-class TranslatedRequest(TextRequest):
-    """A request in the words of another API, as a chat. What it does not name is a field of chats."""
-
-    model_config = ConfigDict(extra="allow")
-    _chat: ChatCompletionRequest = PrivateAttr()
-
-    @model_validator(mode="after")
-    def _translate(self) -> TranslatedRequest:
-        fields = (self.model_extra or {}) | self.chat_fields() | {"n": 1}
-        given = {name: value for name, value in fields.items() if value is not None}
-        self._chat = checked(given, ChatCompletionRequest)
-        return self
-
-    def chat_fields(self) -> dict:
-        """The fields of a chat; None means absent."""
-        raise NotImplementedError
-
-    def choices(self, session: Writer) -> list[Answer]:
-        return self._chat.choices(session)
-
-
-def as_tool(name: str, description: str | None, parameters: dict | None) -> dict:
-    """A tool as chats know it."""
-    function = {"name": name, "description": description, "parameters": parameters}
-    given = {name: value for name, value in function.items() if value is not None}
-    return {"type": "function", "function": given}
-
-
 def first_error(error: ValidationError) -> APIError:
     """What is wrong with the first field that is."""
     first, *_ = error.errors(include_url=False, include_input=False)

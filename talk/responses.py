@@ -9,19 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from talk.openai import (
-    Account,
-    APIError,
-    Strict,
-    TranslatedRequest,
-    as_tool,
-    as_tool_call,
-    event,
-    must_be,
-    text_of,
-    with_one_system,
-)
+from talk.openai import Account, APIError, Strict, as_tool_call, event, must_be, text_of
 from talk.tools import Answer, Part
+from talk.translated import Items, TranslatedRequest, as_tool, with_one_system
 
 if TYPE_CHECKING:
     from prompts import Writer
@@ -124,11 +114,11 @@ class ResponsesRequest(TranslatedRequest):
         return Response(self, answers[0], model)
 
 
-class Response(Account):
+class Response(Items):
     """A response as it grows, and the events that tell of it."""
 
     def __init__(self, request: ResponsesRequest, answer: Answer, model: str):
-        self.answer = answer
+        super().__init__(answer)
         chat = request._chat
         self.head = {
             "id": f"resp_{uuid.uuid4().hex}",
@@ -155,37 +145,17 @@ class Response(Account):
             "metadata": {},
         }
         self._sent = 0
-        self._kind = ""  # of the item that is not yet done
 
     def begin(self) -> bytes:
         created = self._event("response.created", response=self.head)
         return created + self._event("response.in_progress", response=self.head)
 
-    def add(self, index: int, parts: list[Part], _) -> bytes:
-        return b"".join(map(self._add, parts))
-
-    def _add(self, part: Part) -> bytes:
-        """Add a part, to the last item if it is of the same kind."""
-        match part.kind:
-            case "call":
-                return self._done() + self._open(part)
-            case "arguments":
-                self._item["arguments"] += part.text
-                return self._of_item("function_call_arguments.delta", delta=part.text)
-            case "called":
-                return self._done()
-        events = b""
-        if part.kind != self._kind:
-            events = self._done() + self._open(part)
-        self._content["text"] += part.text
-        return events + self._of_content("delta", delta=part.text)
-
     def end(self, index: int) -> bytes:
         text = self.answer.text
-        reason = self.answer.finish_reason
-        self.head["status"] = "incomplete" if reason == "length" else "completed"
-        events = self._done(self.head["status"])
-        if reason == "length":
+        cut = self.answer.finish_reason == "length"
+        events = self.close(cut)
+        self.head["status"] = "incomplete" if cut else "completed"
+        if cut:
             self.head["incomplete_details"] = {"reason": "max_output_tokens"}
         self.head["usage"] = {
             "input_tokens": text.prompt_tokens,
@@ -207,9 +177,8 @@ class Response(Account):
     def _content(self) -> dict:
         return self._item["content"][0]
 
-    def _open(self, part: Part) -> bytes:
+    def open(self, part: Part) -> bytes:
         id = uuid.uuid4().hex
-        self._kind = part.kind
         match part.kind:
             case "call":
                 item = {"type": "function_call", "id": f"fc_{id}", "call_id": part.text}
@@ -229,14 +198,16 @@ class Response(Account):
             item["content"].append(content)
         return events
 
-    def _done(self, status: str = "completed") -> bytes:
-        """The last item is complete, or cut."""
-        kind = self._kind
-        self._kind = ""
-        if not kind:
-            return b""
+    def extend(self, part: Part) -> bytes:
+        if part.kind == "arguments":
+            self._item["arguments"] += part.text
+            return self._of_item("function_call_arguments.delta", delta=part.text)
+        self._content["text"] += part.text
+        return self._of_content("delta", delta=part.text)
+
+    def done(self, kind: str, cut: bool) -> bytes:
         item = self._item
-        item["status"] = status
+        item["status"] = "incomplete" if cut else "completed"
         if kind == "call":
             said = {"arguments": item["arguments"], "name": item["name"]}
             events = self._of_item("function_call_arguments.done", **said)
