@@ -79,7 +79,7 @@ class Constraint:
             row.fill_(-1)
         if self._left > 0 or self._after:
             for id in self._eos:
-                row[id // 32] &= ~(1 << id % 32) if id % 32 < 31 else 0x7FFFFFFF
+                row[id // 32] &= ~(1 << id % 32)
         return row
 
     def accept(self, token: int) -> None:

@@ -842,7 +842,6 @@ MUTANTS = [
         "own = (at > sampler.begins[:, None])",
         "biases_and_penalties",
     ),
-    Mutant("constraints.py", "if id % 32 < 31 else 0x7FFFFFFF", "", "what_comes_before"),
     Mutant(
         "constraints.py",
         "self._end = self._end[-len",
