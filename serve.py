@@ -155,7 +155,8 @@ class Desk:
     def receive(self) -> None:
         """Take what clients ask for, in a thread of its own: passes go on while a grammar is compiled,
         which is then known when its text begins."""
-        grammars = self.session.grammars  # made before a client asks
+        self.session.digits  # noqa: B018, made before a client asks, and grammars with it
+        grammars = self.session.grammars
         with suppress(EOFError, OSError):
             while True:
                 asked = self.pipe.recv()

@@ -340,12 +340,13 @@ class Session(Writer):
         matcher = digits = None
         if order.grammar is not None:
             matcher = self.grammars.matcher(order.grammar)
-            digits = self._digits if has_json(order.grammar) else None
+            digits = self.digits if has_json(order.grammar) else None
         ends = [id for id in order.eos if 0 <= id < V]
         return Constraint(V, ends, order.min_tokens, matcher, order.after, self.token_text, digits)
 
     @cached_property
-    def _digits(self) -> Digits:
+    def digits(self) -> Digits:
+        """What ends numbers in JSON, made when it is first asked for."""
         return Digits(self.grammars.tokens)
 
     def types(self) -> str:
