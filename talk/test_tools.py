@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 
 import pytest
 from hypothesis import strategies as st
@@ -141,6 +142,15 @@ def test_arguments_come_as_they_are_written():
     router = Router(CODER, TOOLS)
     said = [part.text for char in text for part in router.push(char) if part.kind == "arguments"]
     assert "".join(said) == '{"text": "a", "n": 1}' and len(said) >= 3
+
+
+def test_a_long_file_is_not_read_again_for_each_token():
+    text = "<function=write><parameter=text>\n" + "    if a < b:\n        f(x)\n" * 2000
+    router = Router(CODER, TOOLS)
+    start = time.process_time()
+    for i in range(0, len(text), 4):
+        router.push(text[i : i + 4])
+    assert time.process_time() - start < 3, "seconds"
 
 
 def test_other_calls_come_when_they_are_complete():

@@ -153,7 +153,9 @@ class XmlArguments:
         written = self._before
         self._before = ""
         place = 0
-        while parameter := _PARAMETER.match(text, place):
+        # a search for the end is quick, where the pattern would look at each character again
+        ended = lambda: text.find("</parameter>", place) >= 0
+        while ended() and (parameter := _PARAMETER.match(text, place)):
             key, lines, value = parameter.groups(default="")
             value = as_type(lines or value, self._properties, key)
             written += f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}"
