@@ -176,9 +176,6 @@ def sampler_order(value: object) -> object:
     return [name for name in names if name in SAMPLERS]
 
 
-# Fields whose values are compared in another form
-SPELLINGS = {"samplers": sampler_order}
-
 LIMITS = "max_completion_tokens", "max_tokens", "n_predict"  # the last one is llama.cpp's
 INT_END = 1 << 31
 MOST_CHOICES = 16
@@ -523,8 +520,8 @@ class GenerationRequest(Filters):
                 continue
             accepted = [to_json(value) for value in values]  # as JSON, where true is not 1
             value = fields[name]
-            if name in SPELLINGS:
-                value = SPELLINGS[name](value)
+            if name == "samplers":
+                value = sampler_order(value)
             if to_json(value) not in accepted:
                 only = f"{name} must be absent or {accepted[0].decode()}"
                 raise APIError(f"{only}: nothing else is supported", param=name)
