@@ -198,8 +198,7 @@ class Grammars:
 def check(matcher: LLMatcher) -> None:
     """Raise ValueError if something is wrong with its grammar."""
     if error := matcher.get_error():
-        first, *others = (
-            error.splitlines()
-        )  # which quote the grammar, but for why a pattern is wrong
+        first, *others = error.splitlines()
+        # The others quote the grammar, but for what is wrong with a pattern
         said = [first, *(line for line in others if line.startswith("error: "))]
         raise ValueError(f"the grammar or JSON schema: {one_line(' '.join(said))}")
