@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,11 +15,14 @@ import experts
 import kernels
 from attention import PassView
 from cards.cpu import storage_dtype
-from formats import Format, Matrix
+from formats import Matrix
 from products import copy_bytes
 from ranks.exchange import Exchange, cut_ops
 from ranks.processes import Ranks
 from sampling import Sampling
+
+if TYPE_CHECKING:
+    from loading.checkpoint import Checkpoint
 
 CACHES = 32 << 20  # bytes of weights that the caches of a CPU hold
 
@@ -169,18 +171,6 @@ def enumerated(names: Collection[str]) -> str:
 # ---- the model
 
 
-class Origin(Protocol):
-    """What a model knows of the checkpoint that its weights came from: checkpoint.Checkpoint."""
-
-    folder: Path
-    config: Config  # of the whole model, however many ranks share it
-    elements: int
-    format: Format | None  # of its matrices, where --save encoded them
-    quantised: str  # how others have quantised them, in words
-
-    def first_bad_tensor(self, dtype: torch.dtype) -> str | None: ...
-
-
 @dataclass
 class Llama:
     """A loaded model: what forward needs."""
@@ -191,7 +181,8 @@ class Llama:
     device: torch.device
     dtype: torch.dtype
     ctx_size: int  # positions of a sequence, unless another size is given
-    checkpoint: Origin | None = None  # None if the weights are random
+    # With the config of the whole model, however many ranks share it. None if the weights are random
+    checkpoint: Checkpoint | None = None
     kv_fp8: bool = False  # keys and values in 8 bits
     accumulate: str = "auto"  # how a prompt's products are summed, see kernels.ops
     ranks: Ranks = Ranks()  # the processes that share it

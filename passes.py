@@ -13,7 +13,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from model import Llama, q_scales, rope_tables
 from products import MAX_FEW
 from sampling import Sampler, Sampling, Switches, all_of
 from texts import check_room
+
+if TYPE_CHECKING:
+    from speculation.heads import Head
 
 # How many tokens of a prompt are evaluated at once: enough to be compute-bound, with little
 # workspace
@@ -208,16 +211,6 @@ class Moment:
         return self.time - start.time
 
 
-class Follower(Protocol):
-    """Who goes on from the model's hidden states: speculation/heads.py."""
-
-    def kept(self, T: int) -> tuple[tuple[int, Tensor], ...]:
-        """Memory for those of a pass of T tokens: PassView.kept."""
-
-    def follow(self, pass_: Pass, first: int, start: int, count: int) -> None:
-        """A pass has evaluated `count` tokens of a prompt, from the position `start` on."""
-
-
 class Passes:
     """The passes over the cache of one model. On a GPU each is a replay of a CUDA graph, which is captured
     the first time."""
@@ -231,7 +224,7 @@ class Passes:
         # of the pass that was evaluated last; of a prompt, those of its last token
         most = max(MAX_FEW, self.segments(slots))
         self.logits = torch.zeros(most, model.config.vocab_size, device=model.device)
-        self.follower: Follower | None = None
+        self.head: Head | None = None  # which goes on from the model's hidden states
         self._passes: dict[tuple[int, int, bool], Pass] = {}
         self._pool: tuple[int, int] | None = None  # memory that all graphs share
 
@@ -240,8 +233,8 @@ class Passes:
         key = (T, N, one_row)
         if key not in self._passes:
             self._passes[key] = Pass(self.model, self.cache, T, N, one_row, self.logits)
-            if one_row and self.follower:
-                self._passes[key].kept = self.follower.kept(T)
+            if one_row and self.head:
+                self._passes[key].kept = self.head.kept(T)
         return self._passes[key]
 
     def segments(self, texts: int) -> int:
@@ -353,8 +346,8 @@ class Passes:
             self.model.forward(pass_, pass_.logits)
 
         self.run(("prompt",), pass_, run)
-        if self.follower:
-            self.follower.follow(pass_, first, start, len(ids))
+        if self.head:
+            self.head.follow(pass_, first, start, len(ids))
 
     # Sequences by hand: for drafts, scores, measurements and perplexity
 

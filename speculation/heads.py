@@ -57,7 +57,7 @@ class Head(Proposer):
         self.cache.tokens = passes.cache.tokens
         self.cache.drawn = torch.zeros_like(passes.cache.tokens)
         self.target = passes
-        passes.follower = self
+        passes.head = self
         if model.backend == "triton":
             fit_norm(weights.layer.ffn_norm, weights.layer.w13)
             fit_norm(weights.norm, weights.output)
@@ -127,10 +127,13 @@ class Head(Proposer):
         return self.chains[texts, n]
 
     def kept(self, T: int) -> tuple[tuple[int, Tensor], ...]:
+        """Memory for the hidden states of a pass of T tokens: Pass.kept."""
         layers = self.weights.layers
         return tuple(zip(layers, self.inputs[:T].chunk(len(layers), 1)))
 
     def follow(self, pass_: Pass, first: int, start: int, count: int) -> None:
+        """Evaluate what a pass has evaluated: `count` tokens of a prompt, from the position `start`
+        on."""
         T = len(pass_.place)
         if T not in self.passes_of:
             self.passes_of[T] = Pass(self, self.cache, T, 1, True, self.logits)
