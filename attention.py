@@ -12,7 +12,7 @@ Milakov and Gimelshein, 2018)."""
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
 import math
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch.nn import functional
 from cards import hopper
 from cards.cpu import without_onednn
 from cards.sizes import SplitSizes, few_rows_sizes, single_row_sizes, split_sizes
-from formats import Matrix, plain_values
+from formats import plain_values
 from fp8 import E4M3, e4m3_encode
 from launch import (
     EMULATED,
@@ -43,60 +43,10 @@ from launch import (
 )
 
 if TYPE_CHECKING:
-    from sampling import Sampler
+    from model import LayerWeights
+    from passes import Pass
 
-# ---- what ops see of model.LayerWeights and of passes.Pass
-#
-#      model.py imports the ops, so they cannot import it: a field that an op needs is listed here
-#      as well.
-
-
-class LayerView(Protocol):
-    """What ops read of a layer's weights."""
-
-    index: int
-    attention_norm: Tensor | None
-    wqkv: Matrix
-    qk_norm: Tensor | None
-    ffn_norm: Tensor
-    w13: Matrix
-    router: Matrix | None
-    router_gain: float
-
-
-class PassView(Protocol):
-    """What ops read of a pass, and where they write keys and values. Its T rows are the new tokens
-    of N segments, one after the other; a segment is some tokens of one sequence.
-
-    The P places of the cache belong to sequences, a run of them to each: position p of a sequence
-    is at place first + p. Rows after those of the last segment are padding: what ops make of them
-    is written, but attention gives them zeros, and no other row reads their keys and values."""
-
-    tokens: Tensor  # int32 [P]: the token at each place
-    # int32 [P]: what was sampled, one place after the sampled row's own, for the host (pinned memory
-    # on a GPU); -1 where logits are not finite
-    drawn: Tensor
-    place: Tensor  # int32 [T]: where each row's token, keys and values lie
-    position: Tensor  # int32 [T]: how many tokens of its sequence come before it
-    # int32 [N, 4]: first (the place of its sequence's position 0), start (the position of its first
-    # row), begin (its first row), count (of its rows, at least 1)
-    segments: Tensor
-    longest: int  # rows of a segment, at most: the host knows it, a captured graph keeps it
-    size: int  # positions of a sequence, at most
-    k: tuple[Tensor, ...]  # L x [KH, P, D]
-    v: tuple[Tensor, ...]  # L x [KH, P, D]
-    rope: tuple[Tensor, ...]  # L x [size or more, D/2, 2]
-    q_scale: Tensor | None  # [size or more, 1, 1]: what forward multiplies q by at each position
-    rows: Tensor | None  # int64 [R]: the rows whose logits are wanted; None if all are
-    feeds: bool  # what is sampled is evaluated next, so it is written to tokens as well
-    sampler: Sampler  # settings of the R sampled rows
-    norm_eps: float
-    experts_per_token: int
-    norm_topk: bool
-    # Where to keep what enters a layer: its index, and memory for that, [T, C]
-    kept: tuple[tuple[int, Tensor], ...]
-    scratch: Scratch
-
+LayerView = PassView = object  # for the annotations in experts.py
 
 # ---- keys and values as the cache stores them
 
@@ -131,7 +81,7 @@ MOST_TOKENS = 256
 MASK_ELEMENT = 5  # bytes: a bool, and the float32 that torch makes of it
 
 
-def attention_ref(q: Tensor, layer: LayerView, pass_: PassView) -> Tensor:
+def attention_ref(q: Tensor, layer: LayerWeights, pass_: Pass) -> Tensor:
     k, v = pass_.k[layer.index], pass_.v[layer.index]
     parts = []
     for first, start, begin, count in pass_.segments.tolist():
@@ -492,7 +442,7 @@ def _single_attention_kernel(
 SPLIT_ROWS = 64
 
 
-def attention(q: Tensor, layer: LayerView, pass_: PassView, *, accumulate: str = "auto") -> Tensor:
+def attention(q: Tensor, layer: LayerWeights, pass_: Pass, *, accumulate: str = "auto") -> Tensor:
     T, H, D = q.shape
     k, v = pass_.k[layer.index], pass_.v[layer.index]
     assert all(t.is_contiguous() for t in (q, k, v)) and D % 8 == 0, (q.shape, k.shape, v.shape)
@@ -539,7 +489,7 @@ def _split_scratch(
     return partial, ends, arrived
 
 
-def _launch_split(q: Tensor, k: Tensor, v: Tensor, out: Tensor, pass_: PassView) -> None:
+def _launch_split(q: Tensor, k: Tensor, v: Tensor, out: Tensor, pass_: Pass) -> None:
     T, H, D = q.shape
     KH, P, _ = k.shape
     N = len(pass_.segments)
@@ -570,7 +520,7 @@ def _launch_split(q: Tensor, k: Tensor, v: Tensor, out: Tensor, pass_: PassView)
 
 
 def _launch_few_rows(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, pass_: PassView, sizes: SplitSizes
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, pass_: Pass, sizes: SplitSizes
 ) -> None:
     T, H, _ = q.shape
     KH, P, _ = k.shape
@@ -588,7 +538,7 @@ def _launch_few_rows(
 
 
 def _launch_prompt(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, pass_: PassView, fp16_sums: bool
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, pass_: Pass, fp16_sums: bool
 ) -> None:
     T, H, D = q.shape
     P, segments = k.shape[1], pass_.segments

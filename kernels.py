@@ -46,14 +46,14 @@ from __future__ import annotations  # tl.constexpr is not evaluated where there 
 
 from functools import partial
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 import experts
-from attention import LayerView, PassView, attention, attention_ref, to_cache, to_cache_ref
+from attention import attention, attention_ref, to_cache, to_cache_ref
 from bits.int4 import INT4
 from experts import Routes, route, route_ref
 from formats import Format, Matrix
@@ -75,10 +75,14 @@ from products import (
 )
 from sampling import sample, sample_ref
 
+if TYPE_CHECKING:
+    from model import LayerWeights
+    from passes import Pass
+
 # ---- embedding: x = table[tokens[place]]. tokens int32 [P], table [V, C] -> [T, C]
 
 
-def embedding_ref(table: Tensor, pass_: PassView) -> Tensor:
+def embedding_ref(table: Tensor, pass_: Pass) -> Tensor:
     return functional.embedding(pass_.tokens.index_select(0, pass_.place), table)
 
 
@@ -96,7 +100,7 @@ def _embedding_kernel(
     tl.store(pointers, tl.load(table + token * C + offs_c, mask=mask), mask=mask)
 
 
-def embedding(table: Tensor, pass_: PassView) -> Tensor:
+def embedding(table: Tensor, pass_: Pass) -> Tensor:
     T, C = len(pass_.place), table.shape[1]
     out = table.new_empty(T, C)
     args = (pass_.tokens, pass_.place, table, out)
@@ -108,7 +112,7 @@ def embedding(table: Tensor, pass_: PassView) -> Tensor:
 #      (speculation/heads.py). table [V, C], norms [2, C], state [T, C] -> [T, 2 C]
 
 
-def side_by_side_ref(table: Tensor, norms: Tensor, state: Tensor, pass_: PassView) -> Tensor:
+def side_by_side_ref(table: Tensor, norms: Tensor, state: Tensor, pass_: Pass) -> Tensor:
     halves = zip((embedding_ref(table, pass_), state), norms)
     return torch.cat([rmsnorm_ref(x, norm, pass_.norm_eps) for x, norm in halves], 1)
 
@@ -135,7 +139,7 @@ def _side_by_side_kernel(
     tl.store(pointers, y.to(out.dtype.element_ty), mask=mask)
 
 
-def side_by_side(table: Tensor, norms: Tensor, state: Tensor, pass_: PassView) -> Tensor:
+def side_by_side(table: Tensor, norms: Tensor, state: Tensor, pass_: Pass) -> Tensor:
     T, C = state.shape
     assert norms.shape == (2, C) and table.shape[1] == C, (table.shape, norms.shape, state.shape)
     out = state.new_empty(T, 2 * C)
@@ -216,7 +220,7 @@ def _rope_kernel(
 #      of mantissa from 0.016 up.
 
 
-def rmsnorm_qkv_rope_ref(x: Tensor, layer: LayerView, pass_: PassView) -> Tensor:
+def rmsnorm_qkv_rope_ref(x: Tensor, layer: LayerWeights, pass_: Pass) -> Tensor:
     T = len(x)
     k_cache, v_cache = pass_.k[layer.index], pass_.v[layer.index]
     KH, _, D = k_cache.shape
@@ -287,7 +291,7 @@ def _store_rope(
 
 
 def rmsnorm_qkv_rope(
-    x: Tensor, layer: LayerView, pass_: PassView, *, accumulate: str = "auto"
+    x: Tensor, layer: LayerWeights, pass_: Pass, *, accumulate: str = "auto"
 ) -> Tensor:
     k_cache, v_cache = pass_.k[layer.index], pass_.v[layer.index]
     table = pass_.rope[layer.index]
@@ -312,7 +316,7 @@ def rmsnorm_qkv_rope(
 
 
 def _launch_rope(
-    qkv: Tensor, q: Tensor, layer: LayerView, pass_: PassView, sizes: Heads, fp16_sums: bool
+    qkv: Tensor, q: Tensor, layer: LayerWeights, pass_: Pass, sizes: Heads, fp16_sums: bool
 ) -> None:
     """From the product qkv [T, (H + 2 KH) D] to q, and to keys and values in the cache."""
     k_cache, v_cache = pass_.k[layer.index], pass_.v[layer.index]
@@ -399,7 +403,7 @@ def _linear(x: Tensor, w: Matrix, out: Tensor, accumulate: str, added: bool) -> 
 
 
 def rmsnorm_swiglu_ref(
-    x: Tensor, layer: LayerView, pass_: PassView, routes: Routes | None = None
+    x: Tensor, layer: LayerWeights, pass_: Pass, routes: Routes | None = None
 ) -> Tensor:
     normed = rmsnorm_ref(x, layer.ffn_norm, pass_.norm_eps)
     if routes is None:
@@ -444,8 +448,8 @@ def _swiglu_kernel(ab, out, F, BLOCK: tl.constexpr, FP16_SUMS: tl.constexpr, PDL
 
 def rmsnorm_swiglu(
     x: Tensor,
-    layer: LayerView,
-    pass_: PassView,
+    layer: LayerWeights,
+    pass_: Pass,
     routes: Routes | None = None,
     *,
     accumulate: str = "auto",
@@ -468,12 +472,12 @@ def rmsnorm_swiglu(
 #      x [T, C], W [V, C], out float32 [T, V] -> out
 
 
-def rmsnorm_linear_ref(x: Tensor, norm: Tensor, w: Matrix, pass_: PassView, out: Tensor) -> Tensor:
+def rmsnorm_linear_ref(x: Tensor, norm: Tensor, w: Matrix, pass_: Pass, out: Tensor) -> Tensor:
     return out.copy_(linear_ref(rmsnorm_ref(x, norm, pass_.norm_eps), w))
 
 
 def rmsnorm_linear(
-    x: Tensor, norm: Tensor, w: Matrix, pass_: PassView, out: Tensor, *, accumulate: str = "auto"
+    x: Tensor, norm: Tensor, w: Matrix, pass_: Pass, out: Tensor, *, accumulate: str = "auto"
 ) -> Tensor:
     assert out.shape == (len(x), w.rows) and out.is_contiguous(), (out.shape, x.shape, w.shape)
     product = Product("rmsnorm_linear", x, w, norm, pass_.norm_eps)

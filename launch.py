@@ -285,7 +285,7 @@ def prepared(
 
 @jit
 def segment_of(segments, index, last, T):
-    """A segment as attention.PassView describes it: first, start, begin and count. And how many of
+    """A segment as Pass.segments describes it: first, start, begin and count. And how many of
     its rows are written: for the last one all up to the T rows of the pass, with zeros behind
     count."""
     segment = segments + index * 4

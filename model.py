@@ -13,7 +13,6 @@ from torch import Tensor
 
 import experts
 import kernels
-from attention import PassView
 from cards.cpu import storage_dtype
 from formats import Matrix
 from products import copy_bytes
@@ -23,6 +22,7 @@ from sampling import Sampling
 
 if TYPE_CHECKING:
     from loading.checkpoint import Checkpoint
+    from passes import Pass
 
 CACHES = 32 << 20  # bytes of weights that the caches of a CPU hold
 
@@ -132,7 +132,7 @@ class LayerWeights:
     qk_norm: Tensor | None = None  # [2, D]: the weights of q's norm, then of k's
     router: Matrix | None = None  # [E, C], never in a format; None in a layer without experts
     router_gain: float = 1.0  # a power of two that loading took out of ffn_norm
-    index: int = 0  # of the layer, from 0 on: its keys and values are PassView.k[index], v[index]
+    index: int = 0  # of the layer, from 0 on: its keys and values are Pass.k[index], v[index]
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -197,7 +197,7 @@ class Llama:
             fp16_sums = self.accumulate == "fp16"
             self.ops = cut_ops(self.ranks, self.ops, self.exchange, fp16_sums)
 
-    def forward(self, pass_: PassView, logits: Tensor) -> Tensor:
+    def forward(self, pass_: Pass, logits: Tensor) -> Tensor:
         """Evaluate a pass: T tokens of one or several sequences. Fills the logits of its rows, float32
         [R, V], and returns them."""
         ops, w = self.ops, self.weights

@@ -66,8 +66,9 @@ class Cache:
         self.values = torch.zeros(shape, dtype=model.kv_dtype, device=device)
         self.rope = rope_tables(c, self.run, device)
         self.q_scale = q_scales(c, self.run, device)
-        # The token at each place; what was sampled is there once more for the host
-        self.tokens = torch.zeros(places, dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(places, dtype=torch.int32, device=device)  # that at each place
+        # What was sampled, one place after the sampled row's own, for the host (pinned memory on a
+        # GPU); -1 where logits are not finite
         pinned = device.type == "cuda"
         self.drawn = torch.zeros(places, dtype=torch.int32, pin_memory=pinned)
         self.scratch = Scratch(device)
@@ -100,26 +101,40 @@ class Wish(NamedTuple):
 
 
 class Pass:
-    """T tokens of N sequences that are evaluated next, N segments of up to T / N rows: attention.PassView.
+    """T tokens of N sequences that are evaluated next, as the ops read them. These T rows are N segments of
+    up to T / N rows, one after the other.
 
-    Where they lie is one tensor on the device. After a pass whose samples are evaluated next, torch adds
-    one to what has moved on, so that a captured graph can be replayed without the host."""
+    The P places of the cache belong to sequences, a run of them to each: position p of a sequence is at
+    place first + p. Rows after those of the last segment are padding: what ops make of them is written,
+    but attention gives them zeros, and no other row reads their keys and values.
+
+    Where the rows lie is one tensor on the device. After a pass whose samples are evaluated next, torch
+    adds one to what has moved on, so that a captured graph can be replayed without the host."""
+
+    place: Tensor  # int32 [T]: where each row's token, keys and values lie
+    position: Tensor  # int32 [T]: how many tokens of its sequence come before it
+    # int32 [N, 4]: first (the place of its sequence's position 0), start (the position of its first
+    # row), begin (its first row), count (of its rows, at least 1)
+    segments: Tensor
 
     def __init__(self, model: Llama, cache: Cache, T: int, N: int, one_row: bool, logits: Tensor):
         """one_row: only the logits of the last token are wanted. logits: memory for them, float32
         [at least R, V]."""
         device = cache.tokens.device
         self.spare = cache.spare
+        # rows of a segment, at most: the host knows it, a captured graph keeps it
         self.longest = T // N
+        # whether what is sampled is evaluated next, so that it is written to tokens as well
         self.feeds = self.longest == 1 or one_row
         self._now_and_step = torch.zeros(2, 2 * T + 4 * N, dtype=torch.int32, device=device)
         self._step = self._now_and_step[1]
         self.lie_in(self._now_and_step[0], T, N)
+        # int64 [R]: the rows whose logits are wanted; None if all are
         self.rows: Tensor | None = None
         if one_row:
             self.rows = torch.zeros(1, dtype=torch.int64, device=device)
         self.logits = logits[: 1 if one_row else T]
-        self.sampler = Sampler(device, len(self.logits))
+        self.sampler = Sampler(device, len(self.logits))  # settings of the R sampled rows
         self.sequences: list = []  # whose settings the sampler has, as the engine knows them
         self.switches: Switches | None = None  # of these settings
         self.expected: list[int] = []  # the position of each, if nothing but this pass moves it
@@ -128,8 +143,9 @@ class Pass:
         self.size = cache.size
         self.tokens = cache.tokens
         self.drawn = cache.drawn
-        self.k = cache.keys.unbind()
+        self.k = cache.keys.unbind()  # L x [KH, P, D]
         self.v = cache.values.unbind()
+        # where to keep what enters a layer: its index, and memory for that, [T, C]
         self.kept: tuple[tuple[int, Tensor], ...] = ()
         self.rope = cache.rope
         self.q_scale = cache.q_scale

@@ -30,12 +30,11 @@ from __future__ import annotations  # tl.constexpr is not evaluated where there 
 import functools
 import math
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attention import PassView
 from launch import (
     Scratch,
     constexpr,
@@ -48,6 +47,9 @@ from launch import (
     triton,
 )
 from settings import Sampling
+
+if TYPE_CHECKING:
+    from passes import Pass
 
 COLDEST = 1e-30  # float32 could round lower temperatures to 0
 HOTTEST = 1e30  # beyond it, a logit of BANNED could be drawn
@@ -205,7 +207,7 @@ def gumbel(seed: int, position: int, ids: Tensor) -> Tensor:
     return -(-(-u).log1p()).log()
 
 
-def sample_ref(logits: Tensor, pass_: PassView) -> None:
+def sample_ref(logits: Tensor, pass_: Pass) -> None:
     sampler = pass_.sampler
     rows = range(len(pass_.place)) if pass_.rows is None else pass_.rows.tolist()
     places, positions = pass_.place.tolist(), pass_.position.tolist()
@@ -386,7 +388,7 @@ def _sample_best_kernel(
         tl.store(bests + row * PARTS + part, tl.max(l, 0))
 
 
-def _adjust(logits: Tensor, pass_: PassView, on: Switches) -> None:
+def _adjust(logits: Tensor, pass_: Pass, on: Switches) -> None:
     """Add biases to logits [R, V], and take from them what penalties cost the tokens that each text
     has had. Runs inside a captured graph."""
     sampler = pass_.sampler
@@ -567,7 +569,7 @@ def _block(V: int) -> int:
     return max(MIN_BLOCK, (1 << (V - 1).bit_length()) // MAX_PARTS)
 
 
-def sample(logits: Tensor, pass_: PassView) -> None:
+def sample(logits: Tensor, pass_: Pass) -> None:
     R, V = logits.shape
     sampler = pass_.sampler
     assert len(pass_.place if pass_.rows is None else pass_.rows) == R, logits.shape

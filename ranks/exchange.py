@@ -4,13 +4,12 @@ them."""
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention import PassView
 from experts import Routes, slots_added
 from formats import Matrix
 from launch import (
@@ -33,6 +32,9 @@ from products import (
     launch_single,
 )
 from ranks.processes import Ranks, share
+
+if TYPE_CHECKING:
+    from passes import Pass
 
 # ---- the exchange: sums and gathers through the memory of the other GPUs, which takes a fraction of
 #      the time of a call of NCCL.
@@ -369,7 +371,7 @@ def cut_ops(
         dist.all_reduce(residual)
         return residual.clamp_(-65504.0, 65504.0) if fp16_sums else residual
 
-    def rmsnorm_linear(x: Tensor, norm: Tensor, w: Matrix, pass_: PassView, out: Tensor) -> Tensor:
+    def rmsnorm_linear(x: Tensor, norm: Tensor, w: Matrix, pass_: Pass, out: Tensor) -> Tensor:
         if exchange and len(x) == 1:
             exchange.rmsnorm_linear(x, norm, w, pass_.norm_eps, out)
         else:
