@@ -1,8 +1,9 @@
 """What a matrix is: N rows and K columns, stored as its Format says.
 
 A format is one block of functions and numbers, for torch and for kernels. Nothing else knows how it
-stores a matrix. To add one, subclass Format, write its functions, and enter it in kernels.FORMATS:
-it can then be loaded, saved, divided among ranks, and run with one token, a few, or a prompt.
+stores a matrix. To add one, subclass Format, write its functions, and enter it in
+settings.FORMAT_ROWS: it can then be loaded, saved, divided among ranks, and run with one token, a
+few, or a prompt.
 
     code         a small integer, or an 8-bit float, that stands for a weight
     group        columns of a row that share a scale, and a minimum or a zero point: bits/groups.py

@@ -45,6 +45,7 @@ does not list take its default sizes."""
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
 from functools import partial
+from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -54,10 +55,9 @@ from torch.nn import functional
 
 import experts
 from attention import attention, attention_ref, to_cache, to_cache_ref
-from bits.int4 import INT4
 from experts import Routes, route, route_ref
 from formats import Format, Matrix
-from fp8 import E4M3, E5M2
+from fp8 import E4M3
 from launch import gdc_launch_dependents, gdc_wait, jit, launch, saturated, tl, triton
 from products import (
     STORE_ROWS,
@@ -74,6 +74,7 @@ from products import (
     silu_mul,
 )
 from sampling import sample, sample_ref
+from settings import FORMAT_ROWS
 
 if TYPE_CHECKING:
     from model import LayerWeights
@@ -527,4 +528,6 @@ def ops(backend: str, accumulate: str = "auto") -> SimpleNamespace:
 reference = ops("torch")
 fused = ops("triton")
 
-FORMATS: dict[str, Format] = {format.name: format for format in (E4M3, E5M2, INT4)}
+FORMATS: dict[str, Format] = {
+    name: getattr(import_module(row.module), name.upper()) for name, row in FORMAT_ROWS.items()
+}

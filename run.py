@@ -19,7 +19,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from grammars import lark_grammar
-from settings import RANDOM, SETTINGS
+from settings import FORMAT_FLAGS, RANDOM, SETTINGS
 from talk.cli import (
     Parser,
     add_model_flags,
@@ -59,8 +59,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     # fmt: off
     add = add_model_flags(parser, writes)
     add("--save", metavar="DIR",
-        help="write the model with its matrices as --fp8 or --int4 says to DIR instead of"
-        " generating; -m DIR runs it")
+        help=f"write the model with its matrices as {' or '.join(FORMAT_FLAGS)} says to DIR"
+        " instead of generating; -m DIR runs it")
 
     add = parser.group("text", writes)
     add("-p", "--prompt", metavar="TEXT", only="text chat",
@@ -149,7 +149,7 @@ def contradiction(args: argparse.Namespace) -> str | None:
     if args.prompt is not None and args.file is not None:
         return "--prompt and --file both give a prompt; use one"
     if args.save is not None and not args.format:
-        return "--save writes matrices in 8 or 4 bits: add --fp8 or --int4"
+        return f"--save writes matrices in 8 or 4 bits: add {' or '.join(FORMAT_FLAGS)}"
     if args.system and args.system_file:
         return "--system and --system-prompt-file both give a system prompt; use one"
     texts = "json_schema", "json_schema_file", "grammar", "grammar_file"

@@ -80,8 +80,27 @@ FILTERS = {name: setting for name, setting in SETTINGS.items() if name != "seed"
 # ---- what a run can be told
 
 DTYPE_NAMES = ("fp32", "fp16", "bf16")
-FORMATS_8 = ("e4m3", "e5m2")
-FORMAT_NAMES = (*FORMATS_8, "int4")
+
+
+class FormatRow(NamedTuple):
+    """A format that matrices can be kept in, as far as that needs no torch."""
+
+    module: str  # which has it, under its name in capitals
+    flag: str  # if several share one, its value names one of them, and without a value it is the first
+    help: str = ""  # of the flag, with its first format
+
+
+FORMAT_ROWS = {
+    "e4m3": FormatRow("fp8", "--fp8", "keep matrices as 8-bit floats; without a value: e4m3"),
+    "e5m2": FormatRow("fp8", "--fp8"),
+    "int4": FormatRow(
+        "bits.int4",
+        "--int4",
+        "keep matrices as 4-bit integers with a scale and a zero point for each 32 columns: 4.5 bits"
+        " a weight",
+    ),
+}
+FORMAT_FLAGS = tuple(dict.fromkeys(row.flag for row in FORMAT_ROWS.values()))
 
 
 class Option(NamedTuple):
@@ -137,7 +156,7 @@ class Options:
         kind=int, low=1, high=64, flag="-np", placed=True)
     dtype: str = _option("auto", "auto: the checkpoint's; on a CPU bf16 or fp32",
         "auto", *DTYPE_NAMES, placed=True)
-    format: str | None = _option(None, "", placed=True)  # a name of kernels.FORMATS
+    format: str | None = _option(None, "", placed=True)  # a name of FORMAT_ROWS
     kv_fp8: bool = _option(False, "keep keys and values as 8-bit floats: half the context's memory",
         kind=bool, placed=True, generates=True)
     device: str = _option("auto", "cpu, cuda or cuda:N", kind=device_name_of, flag="-dev")

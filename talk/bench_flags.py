@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from loading.hub import DEFAULT_MODEL
-from settings import DTYPE_NAMES, FORMAT_NAMES, OPTIONS
+from settings import DTYPE_NAMES, FORMAT_ROWS, OPTIONS
 from talk.cli import Parser, add_device_flags, add_option, within
 
 
@@ -58,8 +58,8 @@ def add_model_flags(parser: Parser) -> None:
         help="context size; with --perplexity [512]")
     add("--dtype", type=several(one_of("auto", *DTYPE_NAMES)), action="extend", default=["auto"],
         metavar="TYPE", help=f"auto, {', '.join(DTYPE_NAMES)}")
-    add("--format", type=several(one_of("none", *FORMAT_NAMES)), action="extend", default=["none"],
-        metavar="FORMAT", help=f"of the matrices: none, {', '.join(FORMAT_NAMES)}")
+    add("--format", type=several(one_of("none", *FORMAT_ROWS)), action="extend", default=["none"],
+        metavar="FORMAT", help=f"of the matrices: none, {', '.join(FORMAT_ROWS)}")
     # fmt: on
     add_option(add, "kv_fp8", help="8-bit keys and values")
     add_device_flags(parser)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from loading.files import one_line, text_of
 from loading.hub import DEFAULT_MODEL, local_checkpoint
 from loading.templates import TEMPLATES
-from settings import FILTERS, FORMATS_8, OPTIONS, SETTINGS, Options, Sampling
+from settings import FILTERS, FORMAT_FLAGS, FORMAT_ROWS, OPTIONS, SETTINGS, Options, Sampling
 
 if TYPE_CHECKING:  # they import torch
     from ranks.processes import Ranks
@@ -393,16 +393,23 @@ def add_model_flags(parser: Parser, writes: str = "") -> Callable:
         help="folder of a checkpoint, a GGUF file, or owner/name of one on the hub"
         " [models/tales, beside this program]")
     add_option(add, "ctx_size")
-    add_option(add, "dtype")
-    add("--fp8", nargs="?", const="e4m3", choices=FORMATS_8,
-        help="keep matrices as 8-bit floats; without a value: e4m3")
-    add("--int4", action="store_true",
-        help="keep matrices as 4-bit integers with a scale and a zero point for each 32 columns:"
-        " 4.5 bits a weight")
     # fmt: on
+    add_option(add, "dtype")
+    for flag in FORMAT_FLAGS:
+        add_format_flag(add, flag)
     add_option(add, "kv_fp8", writes)
     add_device_flags(parser, writes)
     return add
+
+
+def add_format_flag(add: Callable, flag: str) -> None:
+    """Add a flag of settings.FORMAT_ROWS: what it is given goes to args.formats."""
+    names = [name for name, row in FORMAT_ROWS.items() if row.flag == flag]
+    about = dict(const=names[0], dest="formats", help=FORMAT_ROWS[names[0]].help)
+    if len(names) > 1:
+        add(flag, action="append", nargs="?", choices=names, **about)
+    else:
+        add(flag, action="append_const", **about)
 
 
 def add_device_flags(parser: Parser, writes: str = "") -> None:
@@ -445,8 +452,9 @@ def add_template_flag(add: Callable) -> None:
 
 def model_contradiction(args: argparse.Namespace) -> str | None:
     """What is wrong with these flags together; None if nothing is."""
-    if args.fp8 and args.int4:
-        return "--fp8 and --int4 both say how matrices are kept; use one"
+    formats = {FORMAT_ROWS[name].flag for name in args.formats or ()}
+    if len(formats) > 1:
+        return f"{' and '.join(sorted(formats))} both say how matrices are kept; use one"
     if args.lookup and args.draft:
         return "--lookup and --draft both propose tokens; use one"
     if args.draft is None and "draft_max" in args.given:
@@ -458,7 +466,7 @@ def model_contradiction(args: argparse.Namespace) -> str | None:
 
 def settle_model(args: argparse.Namespace) -> None:
     """Set args.format, and args.model if it is not given."""
-    args.format = "int4" if args.int4 else args.fp8
+    args.format = args.formats[-1] if args.formats else None
     if args.model is None:
         args.model = str(DEFAULT_MODEL)
 

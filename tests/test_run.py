@@ -18,7 +18,6 @@ import transformers
 from tqdm import tqdm
 
 import bench
-import kernels
 import run
 import serve
 from engine import Engine, Timings, generate
@@ -28,7 +27,7 @@ from model import Llama
 from passes import PROMPT_CHUNK
 from sampling import Sampling
 from session import Session
-from settings import DTYPE_NAMES, FORMAT_NAMES
+from settings import DTYPE_NAMES
 from talk import chat as chat_module
 from talk import cli as cli_module
 from tests.helpers import (
@@ -491,7 +490,6 @@ def test_help_comes_at_once(script):
         assert len(imported) < 250 and not imported & slow, "import these where they are used"
         assert code or "\nmodel:\n" in shown.stdout and "\noutput:\n" in shown.stdout
     assert tuple(DTYPES) == DTYPE_NAMES
-    assert tuple(kernels.FORMATS) == FORMAT_NAMES
 
 
 def test_a_run_on_a_cpu_imports_no_triton(tiny):
