@@ -369,7 +369,7 @@ class Engine:
 
     def _sample_first(self, sequence: Sequence) -> tuple | None:
         """Sample the token after the prompt, from its slot's logits."""
-        pass_ = self.passes.of(1, 1)
+        pass_ = self.passes.get(1, 1)
         self._prepare(
             pass_, [sequence], [Segment(sequence.slot.first, len(sequence.prompt) - 1, 1)]
         )
@@ -420,12 +420,12 @@ class Engine:
         if any(proposals):
             longest = 1 + max(map(len, proposals))
             rows = [Row(s, s.pos, some) for s, some in zip(sequences, proposals)]
-        pass_ = self.passes.of(N * longest, N)
+        pass_ = self.passes.get(N * longest, N)
         expected = pass_.sequences == sequences and pass_.expected == [row.start for row in rows]
         if not (expected and pass_.feeds):
             for s, _, some in rows:
                 padding = [0] * (longest - 1 - len(some))
-                self.passes.put(
+                self.passes.write_tokens(
                     s.slot.first + s.placed, [*s.ids[s.placed : s.pos + 1], *some, *padding]
                 )
             segments = [Segment(s.slot.first, s.pos, longest) for s in sequences]
@@ -491,10 +491,10 @@ class Engine:
             known = self.proposer.evaluated(first)
             if known < s.pos:
                 self.passes.prefill(s.ids[known : s.pos], known, first)
-            self.passes.put(first + s.placed, s.ids[s.placed : s.pos + 1])
+            self.passes.write_tokens(first + s.placed, s.ids[s.placed : s.pos + 1])
         chain.take(sequences)
         for pass_, wishes in chain.sampling:
-            self.passes.settle(pass_, wishes)
+            self.passes.set_sampling(pass_, wishes)
         self.passes.run(("propose", chain.switches), chain, chain.propose)
 
     def _proposals_each(self, sequences: list[Sequence]) -> int:
@@ -513,7 +513,7 @@ class Engine:
         """Make these segments a pass's, and the settings of their sequences its sampler's."""
         pass_.take(segments)
         if pass_.sequences != sequences:
-            self.passes.settle(pass_, [s.wish for s in sequences])
+            self.passes.set_sampling(pass_, [s.wish for s in sequences])
             pass_.sequences = [*sequences]
 
     def _sample(self, pass_: Pass, sequences: list[Sequence]) -> tuple | None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from loading.checkpoint import Checkpoint
     from passes import Pass
 
-CACHES = 32 << 20  # bytes of weights that the caches of a CPU hold
+CPU_CACHE_BYTES = 32 << 20  # of weights, which the caches of a CPU hold
 
 
 # ---- configuration
@@ -157,7 +157,7 @@ class Weights:
         return [*(m for layer in self.layers for m in layer.matrices), self.output]
 
     @property
-    def held(self) -> str:
+    def format_names(self) -> str:
         """The formats of its matrices, in words; empty if there are none."""
         return enumerated({m.format.name for m in self.matrices if m.format})
 
@@ -245,7 +245,7 @@ class Llama:
     def suits_one_thread(self) -> bool:
         """Whether one thread is best on a CPU: for matrices in its caches, threads mostly wait for
         each other."""
-        return sum(m.nbytes for m in self.weights.matrices) <= CACHES
+        return sum(m.nbytes for m in self.weights.matrices) <= CPU_CACHE_BYTES
 
     @property
     def kv_dtype(self) -> torch.dtype:

@@ -69,8 +69,8 @@ class Cache:
         self.tokens = torch.zeros(places, dtype=torch.int32, device=device)  # that at each place
         # What was sampled, one place after the sampled row's own, for the host (pinned memory on a
         # GPU); -1 where logits are not finite
-        pinned = device.type == "cuda"
-        self.drawn = torch.zeros(places, dtype=torch.int32, pin_memory=pinned)
+        on_gpu = device.type == "cuda"
+        self.drawn = torch.zeros(places, dtype=torch.int32, pin_memory=on_gpu)
         self.scratch = Scratch(device)
 
     def copy(self, source: int, target: int, count: int) -> None:
@@ -183,7 +183,7 @@ class Pass:
         places += [self.spare + position for position in positions[real:]]
         steps = [int(self.feeds)] * real + [0] * (T - real)
         values = places + positions + table + steps + steps + moves
-        known = on_its_way(values, torch.int32, self.place.device)
+        known = pinned(values, torch.int32, self.place.device)
         self._now_and_step.copy_(known.view(2, -1), non_blocking=True)
 
     def move(self) -> None:
@@ -195,9 +195,9 @@ class Pass:
 TYPECODES = {torch.int32: "i", torch.int64: "q"}  # of arrays
 
 
-def on_its_way(values: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Values, at least one, in memory from which a GPU copies while the host goes on. torch.tensor
-    would take three times as long to read the list."""
+def pinned(values: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Values, at least one, in the host's memory; for a GPU in pinned memory, from which it copies while
+    the host goes on. torch.tensor would take three times as long to read the list."""
     known = torch.frombuffer(array(TYPECODES[dtype], values), dtype=dtype)
     return known.pin_memory() if device.type == "cuda" else known
 
@@ -244,7 +244,7 @@ class Passes:
         self._passes: dict[tuple[int, int, bool], Pass] = {}
         self._pool: tuple[int, int] | None = None  # memory that all graphs share
 
-    def of(self, T: int, N: int, one_row: bool = False) -> Pass:
+    def get(self, T: int, N: int, one_row: bool = False) -> Pass:
         """The pass of T tokens of N sequences."""
         key = (T, N, one_row)
         if key not in self._passes:
@@ -259,15 +259,15 @@ class Passes:
             return next(n for n in TEXTS if n >= texts)
         return texts
 
-    def put(self, place: int, ids: list[int]) -> None:
-        """Put tokens into the cache. An id of -1, which stands for logits that are not finite, becomes
+    def write_tokens(self, place: int, ids: list[int]) -> None:
+        """Write tokens into the cache. An id of -1, which stands for logits that are not finite, becomes
         0."""
         if ids:
             tokens = self.cache.tokens
-            known = on_its_way([max(id, 0) for id in ids], torch.int32, tokens.device)
+            known = pinned([max(id, 0) for id in ids], torch.int32, tokens.device)
             tokens[place : place + len(ids)].copy_(known, non_blocking=True)
 
-    def settle(self, pass_: Pass, wishes: list[Wish]) -> None:
+    def set_sampling(self, pass_: Pass, wishes: list[Wish]) -> None:
         """Give the rows of each segment its settings."""
         V = self.model.config.vocab_size
         rows = [wish for wish in wishes for _ in range(pass_.longest)]
@@ -349,8 +349,8 @@ class Passes:
         length = len(ids)
         if self.model.uses_graphs:
             length = next(n for n in LENGTHS if n >= length)
-        pass_ = self.of(length, 1, one_row=True)
-        self.put(first + start, ids)
+        pass_ = self.get(length, 1, one_row=True)
+        self.write_tokens(first + start, ids)
         pass_.take([Segment(first, start, len(ids))])
 
         def run() -> None:
@@ -386,7 +386,7 @@ class Passes:
         V = self.model.config.vocab_size
         logits = torch.empty(len(ids), V, device=self.model.device)
         pass_ = Pass(self.model, self.cache, len(ids), 1, False, logits)
-        self.put(first + start, ids)
+        self.write_tokens(first + start, ids)
         pass_.take([Segment(first, start, len(ids))])
         return self.model.forward(pass_, logits)
 
@@ -402,9 +402,9 @@ class Passes:
         """The n tokens that follow ids, of which the first `known` have been evaluated, in the run that
         begins at the place `first`."""
         self.prefill(ids[known:], known, first)
-        pass_ = self.of(1, 1)
+        pass_ = self.get(1, 1)
         pass_.take([Segment(first, len(ids) - 1, 1)])
-        self.settle(pass_, [wish])
+        self.set_sampling(pass_, [wish])
         pass_.sequences = []
         self.sample(pass_)
         for _ in range(n - 1):
@@ -413,7 +413,7 @@ class Passes:
         place = first + len(ids)
         return self.cache.drawn[place : place + n].tolist()
 
-    def at(self, start: int, count: int, texts: int = 1) -> Pass:
+    def pass_at(self, start: int, count: int, texts: int = 1) -> Pass:
         """A pass of `count` tokens of each of the first sequences, from a position on, with the logits
         of all of them."""
         logits = torch.zeros(texts * count, self.model.config.vocab_size, device=self.model.device)

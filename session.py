@@ -353,7 +353,7 @@ class Session(Writer):
         """The types in which the model computes, in words: its dtype, and what is in another
         type."""
         model = self.model
-        formats = model.weights.held
+        formats = model.weights.format_names
         quantised = model.checkpoint.quantised
         text = next(name for name, value in DTYPES.items() if value == model.dtype)
         if formats:

@@ -289,7 +289,7 @@ def plain_ops(
 def kernel_rows(model: Llama, T: int, start_pos: int) -> Iterator[dict]:
     """The ops at T tokens after start_pos others, on the data of each layer in turn, which are
     several times the size of the L2: memory is measured, not the cache."""
-    pass_ = Passes(model).at(start_pos, T)
+    pass_ = Passes(model).pass_at(start_pos, T)
     inputs = random_inputs(model, T)
     ours = ops_of(model, pass_, inputs)
     plain = plain_ops(model, pass_, inputs, start_pos)

@@ -45,7 +45,7 @@ def pass_seconds(passes: Passes, T: int, depth: int) -> float:
     """How long it takes to evaluate T random tokens of a text at a depth."""
     model = passes.model
     passes.cache.tokens.random_(model.config.vocab_size)
-    pass_ = passes.at(depth, T)
+    pass_ = passes.pass_at(depth, T)
     return device_time(lambda: model.forward(pass_, pass_.logits), model, 20)
 
 

@@ -139,7 +139,7 @@ def show_profiles(args: argparse.Namespace) -> None:
     ids = bench.random_ids(model, start_pos + T)
     passes = Passes(model)
     passes.prefill(ids[:start_pos])
-    pass_ = passes.at(start_pos, 1)
+    pass_ = passes.pass_at(start_pos, 1)
     step = lambda: passes.advance(pass_)
     if model.uses_graphs:
         step = captured(step, model.device).replay

@@ -112,7 +112,7 @@ def test_kernels_equal_plain_pytorch(experts):
     """What is timed beside each other computes the same; but for SwiGLU, whose rows it mixes up."""
     model = tiny_llama(torch.float32, **experts)
     for T, start_pos in ((1, 9), (5, 0), (5, 9)):
-        pass_ = Passes(model).at(start_pos, T)
+        pass_ = Passes(model).pass_at(start_pos, T)
         inputs = op_table.random_inputs(model, T)
         ours = op_table.ops_of(model, pass_, inputs)
         plain = op_table.plain_ops(model, pass_, inputs, start_pos)
@@ -223,7 +223,7 @@ def test_tuner_writes_the_sizes_that_products_take(experts, format, monkeypatch,
 
     def seconds(passes, T, depth):
         slow.clear()
-        pass_ = passes.at(depth, T)
+        pass_ = passes.pass_at(depth, T)
         model.forward(pass_, pass_.logits)
         return 1.0 + sum(slow.values())
 

@@ -31,7 +31,7 @@ from loading.names import (
     weight_bytes,
 )
 from loading.quantised import format_for
-from model import CACHES, Config
+from model import CPU_CACHE_BYTES, Config
 from passes import LENGTHS
 from products import MAX_FEW
 from ranks.processes import Ranks
@@ -163,7 +163,7 @@ def pick_dtype(
         return DTYPES[name]
     if device.type == "cuda":
         return stored
-    if 4 * elements <= CACHES and not cpu.multiplies_bf16():
+    if 4 * elements <= CPU_CACHE_BYTES and not cpu.multiplies_bf16():
         return torch.float32
     if stored == torch.float16:
         return torch.bfloat16

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from passes import LENGTHS, PROMPT_CHUNK, Cache, Pass, Passes, Wish, on_its_way
+from passes import LENGTHS, PROMPT_CHUNK, Cache, Pass, Passes, Wish, pinned
 from products import MAX_FEW, fit_norm
 from sampling import mask_without
 from speculation.proposals import Proposer
@@ -234,9 +234,9 @@ class Verification:
                 moves += [N, i if i < len(sequences) else N, N, N]
         device = self.now.device
         for table, new in ((self.now, values), (self.text, moves)):
-            table.copy_(on_its_way(new, torch.int32, device), non_blocking=True)
+            table.copy_(pinned(new, torch.int32, device), non_blocking=True)
         runs = [first // self.head.cache.run for first, _ in texts]
-        self.runs.copy_(on_its_way(runs, torch.int64, device), non_blocking=True)
+        self.runs.copy_(pinned(runs, torch.int64, device), non_blocking=True)
         wishes = [s.wish for s in sequences]
         guesses = [self.head.guess_like(wish) for wish in wishes]
         self.sampling = [(self.target, wishes), (self.steps[0], guesses)]

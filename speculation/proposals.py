@@ -81,7 +81,7 @@ class Chain(Protocol):
 
     sequences: list[Sequence]
     found: Tensor  # what was proposed to follow each row, and what was drawn: int32 [2, N, 1 + n]
-    sampling: list[tuple[Pass, list[Wish]]]  # passes that sample, and how: see Passes.settle
+    sampling: list[tuple[Pass, list[Wish]]]  # passes that sample, and how: see Passes.set_sampling
     switches: tuple  # of these
     # See Pass, as whose graphs these run
     now: Tensor

@@ -1053,7 +1053,7 @@ def assert_equals_transformers(path: Path, theirs):
     exact = oracle(theirs, text)
     assert_close(logits_of(ours, text), exact)
     # with a format, the activation of a single token is in fp16
-    tolerance = 0.02 if ours.weights.held else 1e-4
+    tolerance = 0.02 if ours.weights.format_names else 1e-4
     assert_close(logits_of(ours, text, 88, 1, 21, 2), exact, tolerance)
     logits = exact[len(prompt) - 1 : -1]
     behind = logits.amax(1) - logits[range(n), torch.tensor(text[-n:])]

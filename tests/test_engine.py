@@ -769,7 +769,7 @@ def test_padding_stays_where_it_is(exact, monkeypatch):
     engine = Engine(exact, 3)
     expected = [greedy(exact, prompt, 40) for prompt in prompts]
     assert together(engine, prompts, 40) == expected
-    pass_, spare = engine.passes.of(4, 4), engine.cache.spare
+    pass_, spare = engine.passes.get(4, 4), engine.cache.spare
     assert pass_.place.tolist()[0] > 30 and pass_.place.tolist()[3] == spare
     assert pass_.segments[3].tolist()[:2] == [spare, 0]
 
@@ -824,7 +824,7 @@ def test_other_sampling_needs_no_other_graph(top_k, other_top_k, tiny, monkeypat
     monkeypatch.setattr("passes.captured", captured)
     assert [text_of(model, settings, 8, engine) for settings in every] == expected
     assert len(captures) == 2, "of the first token, and of the others"
-    assert engine.passes.of(1, 1).switches.sorts == (top_k == 40)
+    assert engine.passes.get(1, 1).switches.sorts == (top_k == 40)
     for change in (dict(temp=0), dict(top_p=1), dict(top_k=100), dict(repeat_penalty=1.1)):
         other = Sampling(**change)
         text_of(model, other, 1, engine)
