@@ -248,8 +248,8 @@ class Matrix:
     # CPU may be stored column by column or in oneDNN's layout (cards/cpu.py)
     tensors: Tensors
     format: Format | None = None
-    # A second copy for some products on a CPU: see Format.cpu_layout; without a format, oneDNN's
-    cpu_layout: Tensors | None = field(default=None, kw_only=True)
+    # (x, W) -> x W^T, where a CPU has a product of its own for the layout in which it holds W
+    cpu_product: Callable[[Tensor, Matrix], Tensor] | None = field(default=None, kw_only=True)
     bias: Tensor | None = field(default=None, kw_only=True)  # [N], if products have one
 
     def __post_init__(self) -> None:

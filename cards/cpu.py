@@ -3,13 +3,13 @@
 import math
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from formats import Format, Matrix
+from formats import Format, Matrix, Tensors
 
 
 @cache
@@ -43,12 +43,13 @@ def in_cpu_layout(
     stays: bool = False,
 ) -> Matrix:
     """A matrix in the layout that the reference ops read fastest on a CPU, for activations in
-    dtype; elsewhere the matrix itself. Fp32 matrices with more rows than columns are stored column
-    by column, since many short sums are slow. Bf16 matrices are stored in oneDNN's blocked layout;
-    small ones, and those that stay in memory anyway, also keep their original copy. A matrix in a
-    format also gets the copy that torch's own product needs. among: the formats of the model. What
-    one of them keeps in another (Format.for_matrix) is decoded, because a CPU reads 16 bits faster than it
-    decodes 8. stays: whether the original stays in memory, as that of a tied embedding does."""
+    dtype, with the product for it; elsewhere the matrix itself. Fp32 matrices with more rows than
+    columns are stored column by column, since many short sums are slow. Bf16 matrices are stored in
+    oneDNN's blocked layout; small ones, and those that stay in memory anyway, also keep their
+    original copy. A matrix in a format also gets the copy that torch's own product needs. among: the
+    formats of the model. What one of them keeps in another (Format.for_matrix) is decoded, because a
+    CPU reads 16 bits faster than it decodes 8. stays: whether the original stays in memory, as that
+    of a tied embedding does."""
     if backend != "torch" or w.data.device.type != "cpu":
         return w
     if any(f is not w.format and f.for_matrix("output") is w.format for f in among):
@@ -61,30 +62,25 @@ def in_cpu_layout(
     if dtype != torch.bfloat16:
         return w
     if w.format:
-        return replace(w, cpu_layout=w.format.cpu_layout(w.tensors))
+        copy = w.format.cpu_layout(w.tensors)
+        return replace(w, cpu_product=partial(_with_copy, copy)) if copy else w
     if w.data.dtype != dtype or not multiplies_bf16():
         return w
     blocked = torch.ops.mkldnn._reorder_linear_weight(w.data)
     if stays or w.nbytes <= SMALL:
-        return replace(w, cpu_layout=(blocked,))
-    return Matrix(blocked, bias=w.bias)
-
-
-# With more tokens, torch's own product with a format is slower than decoding the matrix first
-MAX_CPU_LAYOUT = 48
+        return replace(w, cpu_product=partial(_with_blocked_copy, blocked))
+    return Matrix(blocked, bias=w.bias, cpu_product=_blocked_linear)
 
 
 def linear(x: Tensor, w: Matrix) -> Tensor:
     """x W^T, without the bias. x [T, K] -> [T, N]"""
-    if w.cpu_layout and w.format:
-        if x.shape[0] <= MAX_CPU_LAYOUT and x.dtype == torch.bfloat16:
-            return w.format.cpu_layout_linear(x, w.cpu_layout)
-    elif w.cpu_layout:
-        if x.shape[0] == 1:  # oneDNN also reads a large matrix 10% more slowly
-            return without_onednn(functional.linear, x, w.data)
-        w = Matrix(w.cpu_layout)
-    if w.data.is_mkldnn:
-        return _onednn_linear(x, w)
+    if w.cpu_product:
+        return w.cpu_product(x, w)
+    return _as_stored(x, w)
+
+
+def _as_stored(x: Tensor, w: Matrix) -> Tensor:
+    """x W^T with a matrix that has no layout for a CPU."""
     if w.data.device.type == "cpu" and (w.format or w.data.dtype == torch.float16):
         if x.shape[0] > 1:
             return _cpu_prompt_linear(x, w)
@@ -93,10 +89,33 @@ def linear(x: Tensor, w: Matrix) -> Tensor:
     return functional.linear(x, w.dense().to(x.dtype))
 
 
-def _onednn_linear(x: Tensor, w: Matrix) -> Tensor:
+# With more tokens, torch's own product with a format is slower than decoding the matrix first
+MAX_CPU_LAYOUT = 48
+
+
+def _with_copy(copy: Tensors, x: Tensor, w: Matrix) -> Tensor:
+    """x W^T with a matrix in a format, of which there is a copy in Format.cpu_layout."""
+    if len(x) > MAX_CPU_LAYOUT:
+        return _as_stored(x, w)
+    return w.format.cpu_layout_linear(x, copy)
+
+
+def _with_blocked_copy(blocked: Tensor, x: Tensor, w: Matrix) -> Tensor:
+    """x W^T with a bf16 matrix of which there is a copy in oneDNN's layout."""
+    if len(x) > 1:
+        return _onednn_linear(x, blocked)
+    # OneDNN also reads a large matrix 10% more slowly
+    return without_onednn(functional.linear, x, w.data)
+
+
+def _blocked_linear(x: Tensor, w: Matrix) -> Tensor:
     """x W^T with a matrix in oneDNN's layout."""
+    return _onednn_linear(x, w.data)
+
+
+def _onednn_linear(x: Tensor, blocked: Tensor) -> Tensor:
     padded = _padded(x)
-    return torch.ops.mkldnn._linear_pointwise(padded, w.data, None, "none", [], "")[: len(x)]
+    return torch.ops.mkldnn._linear_pointwise(padded, blocked, None, "none", [], "")[: len(x)]
 
 
 def _padded(x: Tensor) -> Tensor:

@@ -41,7 +41,8 @@ def test_matrices_in_a_cpu_layout_are_the_same_matrices(dtype, format, small, mo
     else:
         assert cpu.in_cpu_layout(w, "torch", torch.float32) is w
     if dtype == torch.bfloat16:
-        assert bool(laid_out.cpu_layout) == bool(format or small and cpu.multiplies_bf16())
+        assert bool(laid_out.cpu_product) == bool(format or cpu.multiplies_bf16())
+        assert laid_out.data.is_mkldnn == (not format and not small and cpu.multiplies_bf16())
     for T in (9, 1):
         x = torch.randn(T, 256).to(dtype)
         exact = x.double() @ w.dense().double().t() + w.bias
@@ -56,7 +57,7 @@ def test_prompts_need_few_onednn_kernels(format, monkeypatch):
     sizes = set()
     (w,) = encoded([Matrix(torch.randn(8, 32, dtype=torch.bfloat16))], format)
     exact = w.dense().float().t()
-    w = w if format else Matrix(w.data.to_mkldnn())
+    w = w if format else Matrix(w.data.to_mkldnn(), cpu_product=cpu._blocked_linear)
 
     def product(x, weights, *rest):
         sizes.add(len(x))

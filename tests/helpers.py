@@ -859,7 +859,7 @@ def grouped_folder(tiny, tmp_path_factory) -> Path:
 
 def with_dense_weights(model) -> None:
     for matrix in model.weights.matrices:
-        matrix.tensors, matrix.format, matrix.cpu_layout = (matrix.dense().float(),), None, None
+        matrix.tensors, matrix.format, matrix.cpu_product = (matrix.dense().float(),), None, None
 
 
 @functools.cache

@@ -96,7 +96,7 @@ def test_cpu_without_bf16_products(grouped_folder, monkeypatch):
     options = dict(dtype="fp32"), dict(dtype="bf16"), dict(dtype="bf16", format="int4")
     models = [load(grouped_folder, device="cpu", **given) for given in options]
     assert {m.data.dtype for m in models[1].weights.matrices} == {fp16}
-    assert all(bool(m.cpu_layout) == (m.format is INT4) for m in models[2].weights.matrices)
+    assert all(bool(m.cpu_product) == (m.format is INT4) for m in models[2].weights.matrices)
     prompts = torch.randint(3, 300, (8, 59))
     right, ours, _ = (logits_of_prompts(model, prompts, 57, 1, 1) for model in models)
     assert_close(ours, right, 0.05)
