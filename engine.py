@@ -400,7 +400,6 @@ class Engine:
     def _write(self, sequences: list[Sequence]) -> None:
         """Evaluate the last token of each text, and sample the next one."""
         begun = Moment(self.model.device)
-        proposals: list[list[int]] = []
         proposer = self.proposer
         proposes = bool(proposer) and any(s.plain for s in sequences) and proposer.ready()
         if proposes and (chain := self._chain_of(sequences)):
@@ -412,24 +411,9 @@ class Engine:
             sequences = [s for s in sequences if not s.finished]
             if not sequences:
                 return
-        if proposes:
-            proposals = self._proposals(sequences)
-        N = self.passes.segments(len(sequences))
-        rows = [Row(s, s.pos) for s in sequences]
-        longest = 1
-        if any(proposals):
-            longest = 1 + max(map(len, proposals))
-            rows = [Row(s, s.pos, some) for s, some in zip(sequences, proposals)]
-        pass_ = self.passes.get(N * longest, N)
-        expected = pass_.sequences == sequences and pass_.expected == [row.start for row in rows]
-        if not (expected and pass_.feeds):
-            for s, _, some in rows:
-                padding = [0] * (longest - 1 - len(some))
-                self.passes.write_tokens(
-                    s.slot.first + s.placed, [*s.ids[s.placed : s.pos + 1], *some, *padding]
-                )
-            segments = [Segment(s.slot.first, s.pos, longest) for s in sequences]
-            self._prepare(pass_, sequences, segments)
+        proposals = self._proposals(sequences) if proposes else [[] for _ in sequences]
+        rows = [Row(s, s.pos, some) for s, some in zip(sequences, proposals)]
+        pass_ = self._pass_of(sequences, rows)
         pass_.expected = []  # unknown, should anything interrupt this
         if all(s.plain for s in sequences):
             self.passes.step(pass_)
@@ -446,8 +430,26 @@ class Engine:
         ended = Moment(self.model.device)
         waited = proposes and self.model.uses_graphs
         self._launch(Launched(begun, ended, sequences, rows, scores, True, waited))
-        if longest > 1:
+        if any(proposals):
             self._read_all_but(0)
+
+    def _pass_of(self, sequences: list[Sequence], rows: list[Row]) -> Pass:
+        """The pass of these rows with their proposals, once the device knows what it evaluates: as it
+        does by itself where the same texts go on by a token each."""
+        longest = 1 + max(len(row.proposals) for row in rows)
+        N = self.passes.segments(len(sequences))
+        pass_ = self.passes.get(N * longest, N)
+        expected = pass_.sequences == sequences and pass_.expected == [row.start for row in rows]
+        if expected and pass_.feeds:
+            return pass_
+        for s, _, some in rows:
+            padding = [0] * (longest - 1 - len(some))
+            self.passes.write_tokens(
+                s.slot.first + s.placed, [*s.ids[s.placed : s.pos + 1], *some, *padding]
+            )
+        segments = [Segment(s.slot.first, s.pos, longest) for s in sequences]
+        self._prepare(pass_, sequences, segments)
+        return pass_
 
     def _chain_of(self, sequences: list[Sequence]) -> Chain | None:
         """The chain in which the device itself proposes for these texts. Returns None if the proposer
