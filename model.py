@@ -16,13 +16,13 @@ import kernels
 from cards.cpu import storage_dtype
 from formats import Matrix
 from products import copy_bytes
-from ranks.exchange import Exchange, cut_ops
 from ranks.processes import Ranks
 from sampling import Sampling
 
 if TYPE_CHECKING:
     from loading.checkpoint import Checkpoint
     from passes import Pass
+    from ranks.exchange import Exchange
 
 CPU_CACHE_BYTES = 32 << 20  # of weights, which the caches of a CPU hold
 
@@ -194,6 +194,8 @@ class Llama:
     def __post_init__(self) -> None:
         self.ops = self.whole_ops = kernels.ops(self.backend, self.accumulate)
         if self.ranks.size > 1:
+            from ranks.exchange import cut_ops
+
             fp16_sums = self.accumulate == "fp16"
             self.ops = cut_ops(self.ranks, self.ops, self.exchange, fp16_sums)
 

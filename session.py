@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
@@ -30,11 +31,12 @@ from prompts import Message, Order, Writer
 from ranks.processes import Ranks
 from sampling import Sampling
 from settings import SETTINGS, Options
-from speculation.head_file import HeadFile, find_head
-from speculation.heads import Head
-from speculation.proposals import Draft, Lookup
+from speculation.proposals import Draft, Lookup, Proposer
 from texts import Generation, Logprob, Piece, Score, Timings
 from tokenizer import Prompt, TextStream, Tokenizer
+
+if TYPE_CHECKING:
+    from speculation.head_file import HeadFile
 
 # ---- what is generated
 
@@ -251,12 +253,7 @@ class Session(Writer):
             torch.set_num_threads(asked.threads)
         if lookup and draft:
             raise ValueError("lookup and draft both propose tokens: use one of them")
-        head = smaller = None
-        if draft and (folder := find_head(draft)):
-            head = HeadFile(folder, checkpoint.folder, config)
-        elif draft:
-            smaller = open_checkpoint(draft)
-            check_draft(draft, smaller, tokenizer, config.vocab_size)
+        drafted = open_draft(draft, checkpoint, tokenizer) if draft else None
         self.ranks = ranks
         options |= dict(sampling=sampling, quiet=quiet, ranks=ranks)
         self.model = load(checkpoint, **options)
@@ -271,20 +268,28 @@ class Session(Writer):
             self.engine.size,
             asked.parallel,
         )
+        proposer: Proposer | None = None
         if lookup:
-            self.engine.proposer = Lookup(lookup)
-        if head:
-            weights = head.load(self.model)
-            self.engine.proposer = Head(draft_max, self.engine.passes, weights)
-        if smaller:
-            options["ctx_size"] = self.ctx_size  # as long as the model's
-            passes = Passes(load(smaller, **options), asked.parallel)
-            self.engine.proposer = Draft(draft_max, passes, config.vocab_size)
-        if self.engine.proposer:
-            self.engine.proposer.always = draft_always
-            self.engine.proposer.ranks = ranks
+            proposer = Lookup(lookup)
+        if drafted:
+            proposer = self._proposer_of(drafted, draft_max, options)
+        if proposer:
+            proposer.always = draft_always
+            proposer.ranks = ranks
+            self.engine.proposer = proposer
         self.timings = Timings()  # of all that was generated
         self.load_seconds = time.perf_counter() - start
+
+    def _proposer_of(self, draft: HeadFile | Checkpoint, n: int, options: dict) -> Proposer:
+        """Proposes up to n tokens by what open_draft has opened. options: those that the model was
+        loaded with."""
+        if isinstance(draft, Checkpoint):
+            options = options | dict(ctx_size=self.ctx_size)  # as long as the model's
+            passes = Passes(load(draft, **options), len(self.engine.slots))
+            return Draft(n, passes, self.vocab_size)
+        from speculation.heads import Head
+
+        return Head(n, self.engine.passes, draft.load(self.model))
 
     def write(
         self, order: Order, progress: Callable[[int, int], None] | None = None
@@ -380,6 +385,18 @@ def dtype_name(dtype: str | torch.dtype) -> str:
         if dtype in (known, str(known).removeprefix("torch.")):
             return name
     return dtype
+
+
+def open_draft(name: str, checkpoint: Checkpoint, tokenizer: Tokenizer) -> HeadFile | Checkpoint:
+    """A head that was trained for a checkpoint, or a smaller model with the same tokens. Raises
+    ValueError, OSError."""
+    from speculation.head_file import HeadFile, find_head
+
+    if folder := find_head(name):
+        return HeadFile(folder, checkpoint.folder, checkpoint.config)
+    smaller = open_checkpoint(name)
+    check_draft(name, smaller, tokenizer, checkpoint.config.vocab_size)
+    return smaller
 
 
 def check_draft(name: str, draft: Checkpoint, tokenizer: Tokenizer, vocab_size: int) -> None:

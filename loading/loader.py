@@ -28,12 +28,12 @@ from loading.place import Place
 from loading.tensors import ALL, Rows, columns_in, flaw, read, write
 from model import LayerWeights, Llama, Weights
 from products import fit_norm
-from ranks.exchange import Exchange, make_exchange
 from ranks.processes import Ranks, share
 from settings import Options
 
 if TYPE_CHECKING:
     from loading.checkpoint import Checkpoint
+    from ranks.exchange import Exchange
 
 
 def llama_of(weights: Weights, place: Place, options: Options, ranks: Ranks, **more) -> Llama:
@@ -65,6 +65,8 @@ def prepare(w: Weights, place: Place, ranks: Ranks) -> Exchange | None:
         fit_norm(w.norm, w.output)
     if ranks.size == 1:
         return None
+    from ranks.exchange import make_exchange
+
     summed = [m for layer in w.layers for m in (layer.wo, layer.w2)]
     if ranks.rank > 0:  # rank 0 adds their biases, as it does the residual
         for m in summed:
