@@ -121,6 +121,32 @@ def _stream_x(x, norm_tiles, k, K: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl
 
 
 @jit
+def _no_x(WIDTH: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
+    """What _all_of_x returns, but zeros."""
+    parts = ()
+    for _ in tl.static_range(0, WIDTH, BLOCK):
+        half2 = tl.zeros([BLOCK], tl.float32) if EMULATED else tl.zeros([BLOCK // 2], tl.uint32)
+        sum_x = tl.zeros([BLOCK // FORMAT.sum_x], tl.float32)
+        parts += ((half2, sum_x, tl.zeros([1, BLOCK // 64], tl.float32)),)
+    return parts, tl.zeros([BLOCK // 64], tl.float32)
+
+
+@jit
+def _all_of_x(
+    x, norm_tiles, squares, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr
+):
+    """x in parts of BLOCK columns, each as _stream_x returns it, and its squares, added to those that
+    are given."""
+    parts = ()
+    for j in tl.static_range(0, tl.cdiv(WIDTH, BLOCK)):
+        norm_tile = norm_tiles[j] if len(norm_tiles) > 0 else None
+        part, more = _stream_x(x, norm_tile, j * BLOCK, WIDTH, BLOCK, FORMAT)
+        parts += (part,)
+        squares += more
+    return parts, squares
+
+
+@jit
 def _scales_side_by_side(
     w, first, rows, k, N, K: tl.constexpr, COLUMNS: tl.constexpr, GAIN: tl.constexpr
 ):
@@ -158,19 +184,15 @@ def stream_kernel(
         scales = row_scale(w, first[0] + row + offs, row + offs < end, FORMAT.gain)
     if bias is not None:
         biases = tl.load(bias + row + offs, mask=row + offs < end, other=0.0).to(tl.float32)
-    # x in parts of BLOCK columns, each a tuple as _stream_x returns it. They are zeros until the
-    # wait
-    norm_tiles, x_parts = (), ()
-    for k in tl.static_range(0, WIDTH, BLOCK):
-        if norm is not None:
+    norm_tiles = ()
+    if norm is not None:
+        for k in tl.static_range(0, WIDTH, BLOCK):
             norm_tiles += (_load_eighths(norm, k, K, BLOCK, FORMAT),)
-        half2 = tl.zeros([BLOCK], tl.float32) if EMULATED else tl.zeros([BLOCK // 2], tl.uint32)
-        sum_x = tl.zeros([BLOCK // FORMAT.sum_x], tl.float32)
-        x_parts += ((half2, sum_x, tl.zeros([1, BLOCK // 64], tl.float32)),)
+    x_parts, squares = _no_x(WIDTH, BLOCK, FORMAT)  # until the wait
     PARTS: tl.constexpr = len(x_parts)
     WARPS: tl.constexpr = BLOCK // 2048
     EACH: tl.constexpr = ROWS if EMULATED else 1  # rows that are loaded together
-    squares, added = tl.zeros([BLOCK // 64], tl.float32), tl.zeros([COUNT], tl.float32)
+    added = tl.zeros([COUNT], tl.float32)
     sums = tl.zeros([WARPS, COUNT], tl.float32)
     for i in tl.range(0, TILES, num_stages=STAGES):
         w_tiles, part_scales = (), ()
@@ -194,13 +216,7 @@ def stream_kernel(
             if EPILOGUE.added is not None:
                 added = tl.load(args[EPILOGUE.added] + row + offs, mask=row + offs < end, other=0.0)
                 added = added.to(tl.float32)
-            fresh = ()
-            for j in tl.static_range(0, PARTS):
-                norm_tile = norm_tiles[j] if norm is not None else None
-                part, more = _stream_x(x, norm_tile, j * BLOCK, WIDTH, BLOCK, FORMAT)
-                fresh += (part,)
-                squares += more
-            x_parts = fresh
+            x_parts, squares = _all_of_x(x, norm_tiles, squares, WIDTH, BLOCK, FORMAT)
         for r in tl.static_range(0, ROWS, EACH):
             acc = tl.zeros([EACH, BLOCK // 64], tl.float32)
             for j in tl.static_range(0, PARTS):
