@@ -31,7 +31,7 @@ def test_template_texts(tiny, name):
     for part in re.split("(</?s>)", TEXTS[name]):
         ids += [t.control[part]] if part in t.control else t.vocabulary.sp.encode(part)
     assert prompt.ids == ids
-    for wrong in ([], ["U"], [{"role": "user"}]):
+    for wrong in ([], "hi", ["U"], [{"role": "user"}]):
         with pytest.raises(TypeError, match="a conversation is a list of dicts"):
             t.apply_chat_template(wrong)
     if name in ("llama2", "mistral"):

@@ -15,7 +15,6 @@ import termios
 import time
 from pathlib import Path
 
-import pytest
 from hypothesis import strategies as st
 
 import run
@@ -193,6 +192,8 @@ def test_what_a_chat_says(cli, tiny, tmp_path):
     _, answer, alone = chat(cli, tiny, "hello")
     assert "this model has no chat template; sending plain text" in alone
     assert alone.count("note: cut after 6 tokens (see -n)") == 1
+    given = chat(cli, tiny, "hello", flags=["--chat-template", "zephyr"])[2]
+    assert "template: zephyr (given)" in given
     for line, text in said.items():
         assert text in chat(cli, tiny, "hello", line)[2] and text not in alone, line
     kind = chat(cli, tiny, "/system Be kind.", "hello")[1]
@@ -227,7 +228,6 @@ def test_chat_errors_end_only_their_turn(cli, tiny, tmp_path):
         "/show info": "no command /show: /help lists them",
         "/read": "/read needs the name of a file",
         "/read nowhere": "nowhere: No such file",
-        "/read /dev/zero": "/dev/zero has more than 64,000,000 bytes",
         "/read .": ".: Is a directory",
         f"/read {bad}": "not UTF-8: byte 0xff at offset 2",
         f"/read {long}": f"{long} takes ",
@@ -240,7 +240,6 @@ def test_chat_errors_end_only_their_turn(cli, tiny, tmp_path):
         f"/load {other}": f"{other}: it is not a conversation",
         f"/load {surrogate}": f"{surrogate}: it is not a conversation",
         f"/load {tiny / 'config.json'}": "it is not a conversation",
-        f"/load {tiny / 'tokenizer.model'}": "not UTF-8",
     }
     flags = ["-o", "jsonl", "-c", 64, "--quiet", "--chat-template", tmp_path / "t"]
     code, out, err = chat(cli, tiny, "hello", *said, "/regen", flags=flags)
@@ -250,15 +249,6 @@ def test_chat_errors_end_only_their_turn(cli, tiny, tmp_path):
         assert text in turn["error"], turn
     errors = [f"error: {turn['error']}" for turn in refused]
     assert err.splitlines() == errors and "Errno" not in err
-
-
-@pytest.mark.parametrize("template", ["llama2", "zephyr", "plain"])
-def test_chat_evaluates_only_what_is_new(cli, tiny, template):
-    flags = ["--chat-template", template, "-c", 256]
-    one, two = (chat(cli, tiny, *["tell me a tale"] * n, flags=flags)[2] for n in (1, 2))
-    first, both = (int(err.split("prompt    ")[1].split()[0]) for err in (one, two))
-    assert both - first < first + 6 + 8, "the second turn evaluated the first again"
-    assert f"template: {template} (given)" in one
 
 
 # ---- talk/chat.py: a person at a terminal

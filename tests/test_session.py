@@ -278,7 +278,6 @@ def test_wrong_calls_say_what_is_wrong(tiny, tiny_session, tmp_path):
     loaded = partial(load, tiny, device="cpu")
     saved = partial(save, tiny, tmp_path / "new", device="cpu")
     opened = partial(Session, tiny, device="cpu")
-    talk = open_tokenizer(tiny).apply_chat_template
     decode = lambda prompt: greedy(model, prompt, 1)
     no_list = "a prompt is a list of ids: tokenizer.encode"
     wrong = [
@@ -301,9 +300,6 @@ def test_wrong_calls_say_what_is_wrong(tiny, tiny_session, tmp_path):
         (generate, dict(prompt="a " * 999), r"the text has \d+ tokens; the context holds 256"),
         (decode, dict(prompt=torch.tensor([1, 5])), no_list),
         (decode, dict(prompt="text"), no_list),
-        (talk, dict(messages="hi"), "a conversation is a list of dicts"),
-        (talk, dict(messages=[{"role": "user"}]), "a conversation is a list of dicts"),
-        (talk, dict(messages=[]), "a conversation is a list of dicts"),
     ]
     for evaluate in (decode, generate):
         for id in (-1, V, 1 << 40):
