@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from model import LayerWeights
     from passes import Pass
 
-LayerView = PassView = object  # for the annotations in experts.py
-
 # ---- keys and values as the cache stores them
 
 

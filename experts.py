@@ -17,14 +17,13 @@ the two ops that kernels.py asks for in a layer with experts."""
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 import products
-from attention import LayerView, PassView
 from cards.sizes import ManySizes, many_sizes
 from formats import Experts, Matrix
 from fp8 import E4M3, E4M3_NATIVE
@@ -39,6 +38,10 @@ from launch import (
     triton,
 )
 from products import MAX_FEW, Epilogue, Product, Slots, Stack
+
+if TYPE_CHECKING:
+    from model import LayerWeights
+    from passes import Pass
 
 ROUTER_ROWS = 4  # of a program
 
@@ -57,7 +60,7 @@ class Routes(NamedTuple):
 # ---- the router
 
 
-def route_ref(x: Tensor, layer: LayerView, pass_: PassView) -> Routes | None:
+def route_ref(x: Tensor, layer: LayerWeights, pass_: Pass) -> Routes | None:
     """x [T, C]. Returns None for a layer without experts."""
     if layer.router is None:
         return None
@@ -209,7 +212,7 @@ def _sort_kernel(ids, order, counts, COUNT, BLOCK: tl.constexpr, PDL: tl.constex
     tl.store(counts + expert, count)
 
 
-def route(x: Tensor, layer: LayerView, pass_: PassView) -> Routes | None:
+def route(x: Tensor, layer: LayerWeights, pass_: Pass) -> Routes | None:
     if layer.router is None:
         return None
     T = len(x)
@@ -225,7 +228,7 @@ def route(x: Tensor, layer: LayerView, pass_: PassView) -> Routes | None:
     return routes
 
 
-def _route_few(x: Tensor, layer: LayerView, pass_: PassView, routes: Routes) -> None:
+def _route_few(x: Tensor, layer: LayerWeights, pass_: Pass, routes: Routes) -> None:
     T, C = x.shape
     E, k = layer.router.rows, pass_.experts_per_token
     logits = pass_.scratch.zeros("router logits", MAX_FEW, E)
@@ -253,7 +256,7 @@ def _route_few(x: Tensor, layer: LayerView, pass_: PassView, routes: Routes) -> 
     )
 
 
-def _route_prompt(x: Tensor, layer: LayerView, pass_: PassView, routes: Routes) -> None:
+def _route_prompt(x: Tensor, layer: LayerWeights, pass_: Pass, routes: Routes) -> None:
     T, C = x.shape
     E, k = layer.router.rows, pass_.experts_per_token
     logits = x.new_empty(T, E, dtype=torch.float32)
@@ -416,7 +419,7 @@ def _add_slots(y: Tensor, residual: Tensor) -> Tensor:
 # ---- the ops
 
 
-def swiglu(x: Tensor, layer: LayerView, pass_: PassView, routes: Routes, accumulate: str) -> Tensor:
+def swiglu(x: Tensor, layer: LayerWeights, pass_: Pass, routes: Routes, accumulate: str) -> Tensor:
     """kernels.rmsnorm_swiglu of each slot, times its weight: [T, k, F]."""
     F = layer.w13.rows // layer.router.rows // 2
     h = x.new_empty(*routes.ids.shape, F)
