@@ -106,10 +106,11 @@ class Config:
     @property
     def widest(self) -> int:
         """Elements of a prompt's activations for each token, where they are widest."""
-        of_experts = self.experts_per_token * (self.hidden_dim + self.dim)
-        return (
-            2 * self.dim + max(3 * self.hidden_dim, 2 * self.q_dim + 2 * self.kv_dim) + of_experts
-        )
+        F = self.hidden_dim
+        feed_forward = 3 * F
+        if self.n_experts:  # for w2 there may be hidden values twice, the second time in its order
+            feed_forward = self.experts_per_token * max(3 * F, 2 * F + self.dim)
+        return 2 * self.dim + max(feed_forward, 2 * self.q_dim + 2 * self.kv_dim)
 
     @property
     def output_rows(self) -> int:
