@@ -68,7 +68,7 @@ MUTANTS = [
     ),
     Mutant(
         "products.py",
-        "return self.x if self.norm is None else rmsnorm(self.x, self.norm, self.eps)",
+        "return ordered_rows(self.x, format, self.norm, self.eps)",
         "return self.x",
         "products_do_not_depend",
     ),
