@@ -13,7 +13,7 @@ import fp8
 import kernels
 import launch
 import products
-from bits import int4
+from bits import int4, others
 from bits.int4 import INT4
 from cards import cpu
 from formats import Matrix
@@ -252,6 +252,20 @@ def test_activations_as_codes():
     nearest = E4M3.floats(E4M3.round(exact / scales))
     # a value half-way between two codes may go to either
     assert nmse(E4M3.floats(codes), nearest) < 1e-5
+
+
+@pytest.mark.parametrize("form", [INT4, others.Q4_0, others.Q8_0], ids=lambda f: f.name)
+def test_rows_in_the_order_of_a_format(form):
+    """As products of many tokens read them on Hopper."""
+    for K in (256, 416, 1024):  # INT4 keeps the last 160 of 416 columns in order
+        x, norm = randn(3, K, dtype=torch.float16), randn(K, dtype=torch.float16)
+        order = form.in_runs(torch.arange(K, device=DEVICE))
+        assert not torch.equal(order, torch.arange(K, device=DEVICE))
+        assert torch.equal(products.ordered_rows(x, form), x[:, order])
+        assert_close(
+            products.ordered_rows(x, form, norm, 1e-5), kernels.rmsnorm_ref(x, norm, 1e-5)[:, order]
+        )
+        assert torch.equal(products.ordered_rows(x, E4M3), x)
 
 
 @pytest.mark.parametrize("form", [*FORMATS.values(), *FILE_FORMATS, OWN], ids=lambda f: f.name)
