@@ -35,11 +35,11 @@ class Format:
     format as a constant, FORMAT, whose functions they call. They never look at how many tensors
     there are, or of which type.
 
-    load(w, start, k, left, COLUMNS, NEIGHBOURS, GROUP)
+    load(w, start, k, left, COLUMNS, NEIGHBOURS, GROUPS)
         A tile as stored, COLUMNS weights of each of its rows. start [R, 1]: where these rows begin
         in W, counted in weights; k: the first column, a number or [R, 1]; left: how many columns
         there are from there on, None if enough; NEIGHBOURS: how many weights a thread should get
-        side by side, if possible; GROUP: `group` below.
+        side by side, if possible; GROUPS: `groups` below.
     values(tile, SCALES)
         The weights before `gain` and the row's scale: halves or floats [R, COLUMNS].
     scales_of(tile, SHIFT)
@@ -60,7 +60,7 @@ class Format:
     These are enough for correct results. A few tokens and prompts are fast if each thread loads
     whole words, as in bits/codes4.py. One token is fast in bits/stream.py, which needs two more:
 
-    stream_load(w, start, k, left, COLUMNS, GROUP)
+    stream_load(w, start, k, left, COLUMNS, GROUPS)
         A tile, of which each thread gets all that the products of 64 weights need. start may also
         be a tuple (rows, width, offsets): every `width` columns of a row lie elsewhere, those of
         part p at rows + offsets[p], where `rows` is [R, 1].
@@ -92,8 +92,8 @@ class Format:
     e4m3_bound: float = 0.0
     codes_each: int = 1  # codes in an element of the first tensor
     # How many columns share an element of each tensor but the first and, where rows have scales, the
-    # last. Only for cards/hopper.py, which multiplies many tokens: None if it cannot. It takes 8-bit
-    # codes in order, and 4-bit ones as bits/codes4.py has them
+    # last. None if the first tensor is not all of the codes. cards/hopper.py multiplies many tokens where
+    # these are at least 32: it takes 8-bit codes in order, and 4-bit ones as bits/codes4.py has them
     groups: tuple[int, ...] | None = None
 
     @property
@@ -320,9 +320,9 @@ def load_once(pointers, offs_k, left):
 
 @jit
 def load_elements(
-    w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr = 1
+    w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUPS: tl.constexpr = ()
 ):
-    """The `load` of a format whose first tensor stores one element for each weight."""
+    """The `load` of a format without groups, which stores one element for each weight."""
     offs_k = tl.arange(0, COLUMNS)[None, :]
     pointers = w[0] + tl.max_contiguous(start + k + offs_k, [1, NEIGHBOURS])
     return load_once(pointers, offs_k, left)

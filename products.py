@@ -395,7 +395,7 @@ def _vector_kernel(
     # Before the wait: fetch the first tiles of what no kernel writes. A thread gets eight
     # neighbours of W, as many as of a 16-bit x: otherwise 8-bit tiles would go through shared
     # memory to meet x
-    w_tile = FORMAT.load(w, start[0], 0, None if K % BLOCK == 0 else K, BLOCK, 8, FORMAT.group)
+    w_tile = FORMAT.load(w, start[0], 0, None if K % BLOCK == 0 else K, BLOCK, 8, FORMAT.groups)
     offs_k = tl.arange(0, BLOCK)[None, :]
     if norm is not None:
         norm_tile = load_vector(norm, 0, offs_k, K, BLOCK, FORMAT)
@@ -416,10 +416,10 @@ def _vector_kernel(
             w_now = w_tile
             if k + BLOCK < K:
                 left = None if K % BLOCK == 0 else K - k - BLOCK
-                w_tile = FORMAT.load(w, start[slot], k + BLOCK, left, BLOCK, 8, FORMAT.group)
+                w_tile = FORMAT.load(w, start[slot], k + BLOCK, left, BLOCK, 8, FORMAT.groups)
             elif slot + 1 < SUMMED:
                 left = None if K % BLOCK == 0 else K
-                w_tile = FORMAT.load(w, start[slot + 1], 0, left, BLOCK, 8, FORMAT.group)
+                w_tile = FORMAT.load(w, start[slot + 1], 0, left, BLOCK, 8, FORMAT.groups)
             x_now = x_tile
             if slot + k > 0:
                 x_now = load_vector(x + slot * K, k, offs_k, K, BLOCK, FORMAT)
@@ -504,7 +504,7 @@ def _load_few_weights(
     col = k + step * (4 * EACH) + lane % TILE.lanes * EACH
     start = (tl.minimum(rows, N - 1).to(tl.int64) + first) * K
     left = None if k + TILE.warps * TILE.steps * 4 * EACH <= K else K - col
-    return FORMAT.load(w, start, col, left, EACH, EACH, FORMAT.group)
+    return FORMAT.load(w, start, col, left, EACH, EACH, FORMAT.groups)
 
 
 @jit
@@ -686,7 +686,9 @@ def _many_kernel(
     start = w_rows[:, None] * K
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     for k in tl.range(0, K, BLOCK, num_stages=STAGES):
-        w_tile = FORMAT.load(w, start, k, None if K % BLOCK == 0 else K - k, BLOCK, 8, FORMAT.group)
+        w_tile = FORMAT.load(
+            w, start, k, None if K % BLOCK == 0 else K - k, BLOCK, 8, FORMAT.groups
+        )
         x_tile = _tile_of_x(x, x_rows, k, K, BLOCK, FORMAT)
         if EMULATED:  # the interpreter's own bf16 products are wrong
             x_tile = x_tile.to(tl.float32)
@@ -904,7 +906,9 @@ def launch_many(
 
 def _columns_on_hopper(x: Tensor, w: Matrix, sizes: ManySizes) -> int:
     """How many columns cards/hopper.py takes at a time. Returns 0 where it does not decode W."""
-    if capability(x.device) != 90 or format_of(w).groups is None or x.element_size() != 2:
+    groups = format_of(w).groups
+    decodes = groups is not None and min(groups, default=32) >= 32
+    if capability(x.device) != 90 or not decodes or x.element_size() != 2:
         return 0
     columns = math.gcd(w.columns, sizes.columns)
     return columns if columns >= min(sizes.columns, 128) else 0
@@ -944,7 +948,7 @@ def _recode_kernel(
     gdc_launch_dependents(PDL)
     rows = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), N - 1).to(tl.int64)
     k = tl.program_id(1) * BLOCK
-    tile = FORMAT.load(w, rows[:, None] * K, k, K - k, BLOCK, 8, FORMAT.group)
+    tile = FORMAT.load(w, rows[:, None] * K, k, K - k, BLOCK, 8, FORMAT.groups)
     y = FORMAT.values(tile, FORMAT.scales_of).to(tl.float32).reshape(ROWS, BLOCK // 8, 8)
     offs_k = k + tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
     mask = (offs_k < K)[None, :, :]

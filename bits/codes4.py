@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bits.groups import Grouped, int16_of, load_codes, load_groups, load_two_groups, sums_of
+from bits.groups import Grouped, int16_of, load_all_groups, load_codes, stream_load, sums_of
 from formats import Tensors, as_floats, split_4
 from launch import EMULATED, constexpr, jit, tl
 
@@ -99,10 +99,9 @@ def to_words(codes: Tensor, words: int = 4) -> Tensor:
 
 
 @jit
-def load(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr):
-    """Load codes, and one tensor with an element for each group."""
+def load(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUPS: tl.constexpr):
     codes = load_codes(w[0], start, k, left, COLUMNS, 8)
-    return codes, load_groups(w[1], start, k, left, COLUMNS, 32, GROUP)
+    return (codes,) + load_all_groups(w, start, k, left, COLUMNS, 32, GROUPS)
 
 
 def values_asm(extract: str, first: int) -> str:
@@ -202,13 +201,6 @@ def values_with_minimum(tile, SCALES: tl.constexpr):
 # The same formats for one token
 
 
-@jit
-def stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """Load codes, and one tensor of 16 bits with an element for each group."""
-    codes = load_codes(w[0], start, k, left, COLUMNS, 8)
-    return codes, load_two_groups(w[1], start, k, left, COLUMNS, GROUP, 16)
-
-
 def sums_asm(extract: list[str], total: str) -> str:
     """PTX that multiplies codes by x and adds up the products. extract[i] puts the four pairs of
     word i into a, b, c and d; register 5 + j len(extract) + i holds x for pair j. The sums times
@@ -269,4 +261,4 @@ def stream_sums_with_minimum(tile, x, sum_x, SCALES: tl.constexpr):
 
 # What all formats of 4-bit codes share for one token. A thread takes 64 columns, which are whole
 # groups
-STREAMED = dict(gain=1.0, sum_x=32, weights_per_thread=64, x_peak=16384.0)
+STREAMED = dict(stream_load=stream_load, gain=1.0, sum_x=32, weights_per_thread=64, x_peak=16384.0)

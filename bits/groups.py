@@ -112,19 +112,39 @@ def load_groups(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, GR
 
 
 @jit
-def load_two_groups(
-    w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr
+def load_all_groups(
+    w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, GROUPS: tl.constexpr
 ):
+    """load_groups of each tensor but the codes, see Format.groups: a tuple."""
+    tiles = ()
+    for i in tl.static_range(len(GROUPS)):
+        tiles += (load_groups(w[1 + i], start, k, left, COLUMNS, EACH, GROUPS[i]),)
+    return tiles
+
+
+@jit
+def load_two_groups(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
     """load_groups for every 32 columns, where a thread has 64 of them: [R, COLUMNS / 32], two
-    elements for each thread. BITS: the size of an element, 16 or 32."""
+    elements of 16 or 32 bits for each thread."""
     if GROUP > 32:  # a multiple of 64, so that both are the same
         one = load_groups(w, start, k, left, COLUMNS, 64, GROUP)
         return tl.join(one, one).reshape(one.shape[0], COLUMNS // 32)
-    elif BITS == 16:
+    elif w.dtype.element_ty.primitive_bitwidth == 16:
         both = load_groups(w.to(tl.pointer_type(tl.int32)), start, k, left, COLUMNS, 64, 64)
         return int16_of(both).to(w.dtype.element_ty, bitcast=True)
     else:
         return load_words(w, start, k, left, COLUMNS, 32, 2)
+
+
+@jit
+def stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):
+    """The `stream_load` of codes of 4 bits, which are words, or of 8, which are bytes, and of their
+    groups."""
+    EACH: tl.constexpr = 8 if w[0].dtype.element_ty == tl.int32 else 4
+    tile = (load_codes(w[0], start, k, left, COLUMNS, EACH),)
+    for i in tl.static_range(len(GROUPS)):
+        tile += (load_two_groups(w[1 + i], start, k, left, COLUMNS, GROUPS[i]),)
+    return tile
 
 
 # ---- in kernels: bits

@@ -228,7 +228,6 @@ INT4 = Int4(
     values=_values,
     scales_of=_scale_and_zero,
     column_at=_columns,
-    stream_load=codes4.stream_load,
     stream_sums=codes4.stream_sums_with_zero,
     group=GROUP,
     whole=BLOCK,

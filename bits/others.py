@@ -17,11 +17,13 @@ from bits.groups import (
     half2_of,
     half_at,
     int16_of,
+    load_all_groups,
     load_codes,
     load_groups,
     load_two_groups,
     load_words,
     rotated,
+    stream_load,
     sums_of,
 )
 from formats import (
@@ -242,7 +244,6 @@ Q4_0 = FileGroups4(
     load=codes4.load,
     values=codes4.values_with_zero,
     scales_of=_q4_0_scales,
-    stream_load=codes4.stream_load,
     stream_sums=codes4.stream_sums_with_zero,
     group=32,
     groups=(32,),
@@ -253,42 +254,7 @@ Q4_0 = FileGroups4(
 )
 
 
-# What formats of 4 bits share with those of 8 bits: loading a tile for one token
-
-
-@jit
-def _load_codes(w, start, k, left, COLUMNS: tl.constexpr):
-    """load_codes of 4 bits, which are words, or of 8, which are bytes."""
-    EACH: tl.constexpr = 8 if w.dtype.element_ty == tl.int32 else 4
-    return load_codes(w, start, k, left, COLUMNS, EACH)
-
-
-@jit
-def _minimum_stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """See Minimum."""
-    codes = _load_codes(w[0], start, k, left, COLUMNS)
-    scale = load_two_groups(w[1], start, k, left, COLUMNS, GROUP, 16)
-    return codes, scale, load_two_groups(w[2], start, k, left, COLUMNS, GROUP, 16)
-
-
-@jit
-def _parts_stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """See Parts."""
-    codes = _load_codes(w[0], start, k, left, COLUMNS)
-    parts = load_two_groups(w[1], start, k, left, COLUMNS, 32, 16)
-    return codes, parts, load_two_groups(w[2], start, k, left, COLUMNS, GROUP, 32)
-
-
 # Q4_1: a scale and a minimum for each 32 columns
-
-
-@jit
-def _q4_1_load(
-    w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr
-):
-    codes = load_codes(w[0], start, k, left, COLUMNS, 8)
-    scale = load_groups(w[1], start, k, left, COLUMNS, 32, GROUP)
-    return codes, scale, load_groups(w[2], start, k, left, COLUMNS, 32, GROUP)
 
 
 @jit
@@ -300,10 +266,9 @@ def _q4_1_scales(tile, SHIFT: tl.constexpr):
 Q4_1 = FileGroups4(
     "q4_1",
     bits=4,
-    load=_q4_1_load,
+    load=codes4.load,
     values=codes4.values_with_minimum,
     scales_of=_q4_1_scales,
-    stream_load=_minimum_stream_load,
     stream_sums=codes4.stream_sums_with_minimum,
     group=32,
     groups=(32, 32),
@@ -328,12 +293,13 @@ def _scales_of_parts(parts, halves, EXPONENT: tl.constexpr):
 
 @jit
 def _q4_k_load(
-    w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr
+    w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """The halves are loaded first: of the orders that were measured, this one is the fastest."""
-    halves = load_groups(w[2], start, k, left, COLUMNS, 32, GROUP)
+    """As codes4.load, but the halves first: of the orders that were measured, this one is the
+    fastest."""
+    halves = load_groups(w[2], start, k, left, COLUMNS, 32, GROUPS[1])
     codes = load_codes(w[0], start, k, left, COLUMNS, 8)
-    return codes, load_groups(w[1], start, k, left, COLUMNS, 32, 32), halves
+    return codes, load_groups(w[1], start, k, left, COLUMNS, 32, GROUPS[0]), halves
 
 
 @jit
@@ -346,7 +312,6 @@ Q4_K = replace(
     name="q4_k",
     load=_q4_k_load,
     scales_of=_q4_k_scales,
-    stream_load=_parts_stream_load,
     group=256,
     groups=(32, 256),
     scaling=Parts(),
@@ -355,12 +320,6 @@ Q4_K = replace(
 
 
 # AWQ, GPTQ, W4A16: a scale and a zero point for each 32, 64 or 128 columns
-
-
-@jit
-def _zero_stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    codes = load_codes(w[0], start, k, left, COLUMNS, 8)
-    return codes, load_two_groups(w[1], start, k, left, COLUMNS, GROUP, 32)
 
 
 @jit
@@ -375,7 +334,6 @@ def _with_zeros(group: int) -> FileGroups4:
         load=codes4.load,
         values=codes4.values_with_zero,
         scales_of=_zero_scales,
-        stream_load=_zero_stream_load,
         stream_sums=codes4.stream_sums_with_zero,
         group=group,
         groups=(group,),
@@ -476,23 +434,23 @@ def _for_each_16(parts, halves):
 
 @jit
 def _q6_k_load(
-    w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr
+    w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUPS: tl.constexpr
 ):
     """Lower bits, upper bits, parts and halves for each 16 columns."""
     low = load_codes(w[0], start, k, left, COLUMNS, 8).reshape(start.shape[0], COLUMNS // 16, 2)
     high = load_groups(w[1], start, k, left, COLUMNS, 16, 16)
     parts = load_groups(w[2], start, k, left, COLUMNS, 32, 32)
-    halves = load_groups(w[3], start, k, left, COLUMNS, 32, GROUP)
+    halves = load_groups(w[3], start, k, left, COLUMNS, 32, 256)
     return (low, high) + _for_each_16(parts, halves)
 
 
 @jit
-def _q6_k_stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+def _q6_k_stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):
     low = load_codes(w[0], start, k, left, COLUMNS, 8)
     low = low.reshape(low.shape[0], COLUMNS // 16, 2)
     high = load_words(w[1], start, k, left, COLUMNS, 16, 4)
-    parts = load_two_groups(w[2], start, k, left, COLUMNS, 32, 16)
-    halves = load_two_groups(w[3], start, k, left, COLUMNS, GROUP, 32)
+    parts = load_two_groups(w[2], start, k, left, COLUMNS, 32)
+    halves = load_two_groups(w[3], start, k, left, COLUMNS, 256)
     return (low, high) + _for_each_16(parts, halves)
 
 
@@ -654,16 +612,11 @@ STREAMED8 = dict(weights_per_thread=64, **ROTATED)
 
 
 @jit
-def _load8(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr):
-    """Load codes, and one tensor with an element for each group."""
+def _load8(
+    w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUPS: tl.constexpr
+):
     codes = load_elements(w, start, k, left, COLUMNS, NEIGHBOURS)
-    return codes, load_groups(w[1], start, k, left, COLUMNS, NEIGHBOURS, GROUP)
-
-
-@jit
-def _q8_0_stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    codes = load_codes(w[0], start, k, left, COLUMNS, 4)
-    return codes, load_two_groups(w[1], start, k, left, COLUMNS, GROUP, 16)
+    return (codes,) + load_all_groups(w, start, k, left, COLUMNS, NEIGHBOURS, GROUPS)
 
 
 @jit
@@ -686,7 +639,7 @@ Q8_0 = FileGroups(
     values=_values8,
     scales_of=_q8_0_scales,
     gain=1.0,
-    stream_load=_q8_0_stream_load,
+    stream_load=stream_load,
     stream_sums=_q8_0_sums,
     group=32,
     groups=(32,),
@@ -696,15 +649,6 @@ Q8_0 = FileGroups(
 
 
 # Q8_1, for Q5_1 and for several types side by side: a scale and a minimum for each 32 columns
-
-
-@jit
-def _q8_1_load(
-    w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr
-):
-    codes = load_elements(w, start, k, left, COLUMNS, NEIGHBOURS)
-    scale = load_groups(w[1], start, k, left, COLUMNS, NEIGHBOURS, GROUP)
-    return codes, scale, load_groups(w[2], start, k, left, COLUMNS, NEIGHBOURS, GROUP)
 
 
 @jit
@@ -724,24 +668,13 @@ def _q8_1_sums(tile, x, sum_x, SCALES: tl.constexpr):
 Q8_1 = replace(
     Q8_0,
     name="q8_1",
-    load=_q8_1_load,
     scales_of=_q8_1_scales,
-    stream_load=_minimum_stream_load,
     stream_sums=_q8_1_sums,
     groups=(32, 32),
     scaling=Minimum(),
 )
 
 # Q8_K, for IQ4_XS, whose 16 levels are bytes: Parts for each 32 columns of 256
-
-
-@jit
-def _q8_k_load(
-    w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr
-):
-    codes = load_elements(w, start, k, left, COLUMNS, NEIGHBOURS)
-    parts = load_groups(w[1], start, k, left, COLUMNS, NEIGHBOURS, 32)
-    return codes, parts, load_groups(w[2], start, k, left, COLUMNS, NEIGHBOURS, GROUP)
 
 
 @jit
@@ -752,9 +685,7 @@ def _q8_k_scales(tile, SHIFT: tl.constexpr):
 Q8_K = replace(
     Q8_1,
     name="q8_k",
-    load=_q8_k_load,
     scales_of=_q8_k_scales,
-    stream_load=_parts_stream_load,
     group=256,
     groups=(32, 256),
     scaling=Parts(),
@@ -765,19 +696,10 @@ Q8_K = replace(
 
 
 @jit
-def _q8_16_load(
-    w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr
-):
-    codes = load_elements(w, start, k, left, COLUMNS, NEIGHBOURS)
-    parts = load_groups(w[1], start, k, left, COLUMNS, NEIGHBOURS, 16)
-    return codes, parts, load_groups(w[2], start, k, left, COLUMNS, NEIGHBOURS, GROUP)
-
-
-@jit
-def _q8_16_stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+def _q8_16_stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):
     codes = load_codes(w[0], start, k, left, COLUMNS, 4)
     parts = int16_of(load_words(w[1], start, k, left, COLUMNS, 32, 2))
-    halves = load_two_groups(w[2], start, k, left, COLUMNS, GROUP, 32)
+    halves = load_two_groups(w[2], start, k, left, COLUMNS, GROUPS[1])
     return codes, parts, tl.join(halves, halves).reshape(parts.shape)
 
 
@@ -791,11 +713,11 @@ def _q8_16_sums(tile, x, sum_x, SCALES: tl.constexpr):
 Q8_16 = replace(
     Q8_K,
     name="q8_16",
-    load=_q8_16_load,
     stream_load=_q8_16_stream_load,
     stream_sums=_q8_16_sums,
     column_at=_rotated_2,
     turns=2,
+    groups=(16, 256),
     scaling=PartsOf16(),
 )
 
@@ -837,9 +759,9 @@ class Float8Groups(Grouped):
 
 
 @jit
-def _e4m3_128_stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+def _e4m3_128_stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):
     codes = load_codes(w[0], start, k, left, COLUMNS, 4)
-    return codes, load_groups(w[1], start, k, left, COLUMNS, 64, GROUP)
+    return codes, load_groups(w[1], start, k, left, COLUMNS, 64, GROUPS[0])
 
 
 @jit

@@ -202,10 +202,12 @@ def stream_kernel(
             for k in tl.static_range(0, WIDTH, BLOCK):
                 left = None if WIDTH % BLOCK == 0 else WIDTH - k
                 if SUMMED == 1:
-                    w_tiles += (FORMAT.stream_load(w, start, k, left, BLOCK, FORMAT.group),)
+                    w_tiles += (FORMAT.stream_load(w, start, k, left, BLOCK, FORMAT.groups),)
                 else:
                     w_tiles += (
-                        FORMAT.stream_load(w, (rows * K, K, offsets), k, left, BLOCK, FORMAT.group),
+                        FORMAT.stream_load(
+                            w, (rows * K, K, offsets), k, left, BLOCK, FORMAT.groups
+                        ),
                     )
                 if FORMAT.gain is not None and SUMMED > 1:
                     part_scales += (

@@ -176,9 +176,9 @@ MUTANTS = [
     ),
     Mutant("bits/int4.py", "by_4 * -zero", "by_4 * zero", "products_with_4_bit"),
     Mutant(
-        "bits/codes4.py",
-        "load_groups(w[1], start, k, left, COLUMNS, 32, GROUP)",
-        "load_groups(w[1], start, k, left, COLUMNS, 32, 32)",
+        "bits/groups.py",
+        "load_groups(w[1 + i], start, k, left, COLUMNS, EACH, GROUPS[i])",
+        "load_groups(w[1 + i], start, k, left, COLUMNS, EACH, 32)",
         "safetensors_formats",
     ),
     Mutant("sampling.py", "(back < window)", "(back <= window)", "penalty_looks_back"),

@@ -816,8 +816,8 @@ def check_attention(
 
 
 @launch.jit
-def _own_load(w, start, k, left, COLUMNS: tl.constexpr, SIDE: tl.constexpr, GROUP: tl.constexpr):
-    scales = groups.load_groups(w[1], start, k, left, COLUMNS, 1, GROUP)
+def _own_load(w, start, k, left, COLUMNS: tl.constexpr, SIDE: tl.constexpr, GROUPS: tl.constexpr):
+    scales = groups.load_groups(w[1], start, k, left, COLUMNS, 1, 32)
     return formats.load_elements(w, start, k, left, COLUMNS, SIDE), scales
 
 

@@ -154,7 +154,7 @@ def launch_products(dtype: torch.dtype) -> None:
     for T, format in itertools.product((1, 3, 60, 96), (INT4, E4M3)):
         launch_linear_add(dtype, T, format)
     launch_many(dtype, INT4)
-    launch_linear_add(dtype, 30, others.Q8_16)  # whose steps take the most shared memory
+    launch_linear_add(dtype, 30, others.Q8_K)  # whose steps take the most shared memory
     qk_norm = torch.zeros(2, 128, dtype=dtype)
     for T in (1, 96):
         launch_ops(["rmsnorm_qkv_rope"], dtype, T, (8, 2, 128), qk_norm=qk_norm)

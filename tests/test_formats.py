@@ -254,6 +254,17 @@ def test_activations_as_codes():
     assert nmse(E4M3.floats(codes), nearest) < 1e-5
 
 
+@pytest.mark.parametrize("form", [*FORMATS.values(), *FILE_FORMATS], ids=lambda f: f.name)
+def test_groups_are_as_many_as_their_tensors_say(form):
+    """Which kernels go by."""
+    widths = [columns for _, (_, columns) in form.shapes(4, 1024).values()]
+    if form is others.Q6_K:
+        assert form.groups is None and widths == [128, 64, 32, 4, 1]
+    else:
+        assert widths[1 : 1 + len(form.groups)] == [1024 // group for group in form.groups]
+        assert len(widths) - 1 - len(form.groups) == (form.gain is not None)
+
+
 @pytest.mark.parametrize("form", [INT4, others.Q4_0, others.Q8_0], ids=lambda f: f.name)
 def test_rows_in_the_order_of_a_format(form):
     """As products of many tokens read them on Hopper."""
