@@ -158,18 +158,24 @@ class Layout(ABC):
         """How a part is stored: one record, or one for each expert."""
 
     def stored(self, t: ModelTensor, c: Config, found: Found) -> list[Stored]:
-        """How a tensor of the model is stored, whose parts lie one below the other or take turns."""
-        turns = t.parts[0].in_turn
-        placed = []
-        start = 0
-        for i in range(0, len(t.parts), turns):
-            for turn, part in enumerate(t.parts[i : i + turns]):
-                records = self.stored_part(part, c, found)
-                for expert, record in enumerate(records):
-                    where = dict(first=start + turn, step=turns, expert=expert)
-                    placed.append(replace(record, **where))
-            start += turns * records[0].rows
-        return placed
+        """How a tensor of the model is stored."""
+        return joined(t, lambda part: self.stored_part(part, c, found))
+
+
+def joined(t: ModelTensor, stored_part: Callable[[Part], list[Stored]]) -> list[Stored]:
+    """How a tensor is stored whose parts lie one below the other or take turns. stored_part: how a part
+    is stored, see Layout."""
+    turns = t.parts[0].in_turn
+    placed = []
+    start = 0
+    for i in range(0, len(t.parts), turns):
+        for turn, part in enumerate(t.parts[i : i + turns]):
+            records = stored_part(part)
+            for expert, record in enumerate(records):
+                where = dict(first=start + turn, step=turns, expert=expert)
+                placed.append(replace(record, **where))
+        start += turns * records[0].rows
+    return placed
 
 
 class Folder(Layout):
