@@ -139,7 +139,7 @@ def written(folder: Path, config: dict, tensors: dict, as_bin: bool = False) -> 
 HEADS = {
     "eagle": eagle_head,
     "eagle, torch.save": partial(eagle_head, as_bin=True),
-    "eagle, normed residual": partial(eagle_head, norm_before_residual=True),
+    "eagle, normed residual": partial(eagle_head, eagle_config=dict(norm_before_residual=True)),
     "speculators": speculators_head,
     "speculators, plain residual": partial(speculators_head, norm_before_residual=False),
     "qwen": qwen_head,
@@ -155,6 +155,7 @@ class Reference:
 
     def __init__(self, folder: Path, model):
         said = json.loads((folder / "config.json").read_text())
+        said |= said.get("eagle_config", {})
         self.model = model
         self.said = said
         self.fields = said.get("transformer_layer_config", said)
@@ -169,9 +170,7 @@ class Reference:
             for name, values in tensors.items()
         }
         self.table = self.w.get("embed_tokens", model.get_input_embeddings().weight.detach())
-        ids = said.get("eagle_aux_hidden_state_layer_ids")
-        ids = ids or said.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
-        self.layers = ids or [2, LAYERS // 2, LAYERS - 3]
+        self.layers = said.get("eagle_aux_hidden_state_layer_ids") or [2, LAYERS // 2, LAYERS - 3]
         self.ids = torch.arange(V)
         if "d2t" in self.w:
             self.ids = torch.arange(KNOWN) + self.w["d2t"].long()
@@ -455,28 +454,36 @@ def set_first(value: float):
     return lambda t: t.clone().index_fill_(0, torch.tensor([0]), value)
 
 
+def twice(tensors: dict) -> None:
+    tensors["layers.0.hidden_norm.weight"] = torch.ones(64)
+
+
 HOSTILE = {
     "beyond the vocabulary": (put("d2t", set_first(V)), "d2t"),
     "below it": (put("d2t", set_first(-V)), "d2t"),
     "an id twice": (put("d2t", lambda t: torch.zeros_like(t) - torch.arange(KNOWN) + 7), "d2t"),
     "wraps around": (put("d2t", set_first(-(1 << 63))), "d2t"),
     "ids as floats": (put("d2t", lambda t: t.float()), "d2t is"),
-    "NaN": (put("midlayer.mlp.up_proj.weight", set_first(NAN)), "up_proj has NaN or inf"),
-    "inf": (put("fc.weight", set_first(math.inf)), "fc has NaN or inf"),
-    "NaN in a norm": (put("norm.weight", set_first(NAN)), "norm has NaN or inf"),
+    "NaN": (put("midlayer.mlp.up_proj.weight", set_first(NAN)), "up_proj.weight in model.safetensors holds NaN or inf"),
+    "inf": (put("fc.weight", set_first(math.inf)), "fc.weight in model.safetensors holds NaN or inf"),
+    "NaN in a norm": (put("norm.weight", set_first(NAN)), "norm.weight in model.safetensors holds NaN or inf"),
     "a shape that lies": (put("lm_head.weight", lambda t: t[:, :32].contiguous()), "lm_head.weight is"),
     "whole numbers": (put("fc.weight", lambda t: t.to(torch.int64)), "fc.weight is"),
-    "one missing": (drop("midlayer.hidden_norm.weight"), "hidden_norm is missing"),
+    "one missing": (drop("midlayer.hidden_norm.weight"), "hidden_norm.weight is missing"),
+    "one twice": (lambda h: change(h, twice), "hidden_norm.weight is [64] + [64]"),
     "no d2t": (drop("d2t"), "d2t is missing"),
-    "unknown": (lambda h: change(h, lambda t: t.update(fc_norm=torch.ones(64))), "fc_norm is not supported"),
+    "unknown": (lambda h: change(h, lambda t: t.update(fc_norm=torch.ones(64))), "fc_norm is unexpected"),
     "more layers": (say(num_hidden_layers=2), "n_layers is 2"),
     "a bias": (say(attention_bias=True), "qkv_bias"),
+    "a window": (say(model_type="mistral", sliding_window=16), "sliding_window is 16"),
+    "layers without RoPE": (say(model_type="smollm3", no_rope_layers=[0]), "nope_layers is (0,)"),
+    "neither yes nor no": (say(eagle_config=dict(norm_output="no")), "norm_output is 'no'"),
     "norm_before_fc": (say(norm_before_fc=True), "norm_before_fc is True"),
     "fc_norm": (say(eagle_config=dict(fc_norm=True)), "fc_norm is True"),
     "EAGLE-1": (say(eagle_config=dict(use_aux_hidden_state=False)), "use_aux_hidden_state"),
     "another speculator": (say(speculators_model_type="dflash"), "'dflash'"),
     "no size": (say(draft_vocab_size="many"), "draft_vocab_size is 'many'"),
-    "a vast vocabulary": (say(draft_vocab_size=1 << 21), ", not [2097152"),
+    "a vast vocabulary": (say(draft_vocab_size=1 << 21), ", expected [2097152"),
     "layers that are none": (say(eagle_aux_hidden_state_layer_ids=[1, "2", 3]), "[1, '2', 3]"),
     "layers beyond": (say(eagle_aux_hidden_state_layer_ids=[1, 2, LAYERS]), f"of {LAYERS}"),
     "another vocabulary": (say(vocab_size=V + 1), f"vocab_size is {V + 1}, not {V}"),
