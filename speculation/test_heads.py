@@ -18,7 +18,7 @@ from engine import Engine, Sequence
 from loading.checkpoint import load, read_config
 from ranks.test_ranks import torchrun_bash
 from sampling import Sampling, _choose_ref
-from speculation.head_file import HeadFile
+from speculation.head_file import HeadFile, find_head
 from speculation.heads import Head
 from speculation.proposals import Lookup
 from tests.helpers import (
@@ -35,6 +35,8 @@ from tests.helpers import (
     greedy,
     hugging_face_model,
     objects,
+    of_hub,
+    set_hub,
 )
 
 V, KNOWN = 300, 120  # the model's vocabulary, and the head's
@@ -512,6 +514,68 @@ def test_a_head_of_another_family(target, tmp_path):
         HeadFile(head, target[0], read_config(target[0]))
     message = str(refused.value)
     assert all(part in message for part in (str(head), str(target[0]), "Qwen3", "Llama")), message
+
+
+# ---- on the hub
+
+
+def test_a_head_of_the_hub_is_downloaded_once(hub, tmp_path, monkeypatch):
+    """Also what is lacking if only a part of it has been downloaded."""
+    head = eagle_head(tmp_path / "head")
+    hub.files = of_hub(head)
+    folder = find_head("someone/tiny")
+    assert hub.fetched() == ["config.json", "model.safetensors"]
+    for name in ("config.json", "model.safetensors"):
+        assert (folder / name).read_bytes() == (head / name).read_bytes()
+    assert find_head("someone/tiny") == folder and not hub.asked
+    weights = folder / "model.safetensors"
+    weights.resolve().unlink()
+    weights.unlink()
+    assert find_head("someone/tiny") == folder
+    assert hub.fetched() == ["model.safetensors"] and weights.is_file()
+    set_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache", offline=True)
+    assert find_head("someone/tiny") == folder
+
+
+def test_a_head_of_the_hub_in_shards(hub, tmp_path):
+    """Of which one has not been downloaded."""
+    head = eagle_head(tmp_path / "head")
+    tensors = load_file(head / "model.safetensors")
+    names = sorted(tensors)
+    shards = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
+    for shard, some in shards.items():
+        save_file({name: tensors[name] for name in some}, head / shard)
+    (head / "model.safetensors").unlink()
+    found = {name: shard for shard, some in shards.items() for name in some}
+    index = head / "model.safetensors.index.json"
+    index.write_text(json.dumps(dict(weight_map=found)))
+    hub.files = of_hub(head)
+    folder = find_head("someone/tiny")
+    assert hub.fetched() == ["a.safetensors", "b.safetensors", "config.json", index.name]
+    (folder / "b.safetensors").resolve().unlink()
+    (folder / "b.safetensors").unlink()
+    assert find_head("someone/tiny") == folder
+    assert hub.fetched() == ["b.safetensors"]
+
+
+def test_what_is_no_head_is_left_to_others(hub, tiny, tmp_path):
+    """Of a model on the hub nothing but small files is downloaded here."""
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    assert find_head(str(file)) is None and find_head(str(tiny)) is None
+    for _ in range(2):
+        assert find_head("someone/tiny") is None
+        assert "model.safetensors" not in hub.fetched()
+    hub.files = {"tiny.Q4_K_M.gguf": b"GGUF"}
+    assert find_head("someone/tiny:Q4_K_M") is None and hub.fetched() == []
+
+
+def test_what_the_hub_refuses_is_one_line(hub):
+    with pytest.raises(OSError, match="no folder someone/other here, and no such repository on"):
+        find_head("someone/other")
+    hub.token = "secret"
+    with pytest.raises(OSError, match="on the hub it is gated"):
+        find_head("someone/tiny")
 
 
 # ---- the command line
