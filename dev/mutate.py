@@ -708,7 +708,7 @@ MUTANTS = [
         "speculation/heads.py",
         "own.place[0] = self.cache.spare",
         "pass",
-        "in_company and eagle",
+        "writes_no_keys",
     ),
     Mutant(
         "speculation/heads.py",

@@ -73,7 +73,6 @@ class Head(Proposer):
         self.last = zeros(slots + 1, self.config.dim)
         self.counts: dict[int, int] = {}  # how many tokens of each run have keys and values
         self.stated: set[int] = set()  # runs whose last state is that of the last of these
-        self.logits = passes.logits
         self.own_logits = torch.zeros(MAX_FEW, self.config.vocab_size, device=model.device)
         V = model.config.vocab_size
         self.mask = mask_without({*range(V)} - {*weights.ids.tolist()}, V)  # of what it knows
@@ -136,7 +135,7 @@ class Head(Proposer):
         on."""
         T = len(pass_.place)
         if T not in self.passes_of:
-            self.passes_of[T] = Pass(self, self.cache, T, 1, True, self.logits)
+            self.passes_of[T] = Pass(self, self.cache, T, 1, True, self.target.logits)
         own = self.passes_of[T]
         own.now.copy_(pass_.now)
         index = first // self.cache.run
@@ -183,12 +182,13 @@ class Verification:
         self.shape = (N, n)
         self.sequences: list[Sequence] = []
         self.sampling: list[tuple[Pass, list[Wish]]] = []
-        self.logits = head.logits[:rows]
-        self.target = Pass(model, head.target.cache, rows, N, False, head.logits)
+        logits = head.target.logits
+        self.logits = logits[:rows]
+        self.target = Pass(model, head.target.cache, rows, N, False, logits)
         self.target.kept = head.kept(rows)
         self.target.drawn = head.cache.drawn
         self.target.feeds = True
-        self.rest = Pass(head, head.cache, rows, N, False, head.logits)
+        self.rest = Pass(head, head.cache, rows, N, False, logits)
         guesses = torch.zeros(N, model.config.vocab_size, device=model.device)
         self.steps = [Pass(head, head.cache, N, N, False, guesses) for _ in range(n)]
         # Each pass with the distance from pos of its first row, and how many rows a text has
@@ -217,26 +217,25 @@ class Verification:
         N, _ = self.shape
         spare = self.head.cache.spare
         self.sequences = [*sequences]
-        texts = [(s.slot.first, s.pos) for s in sequences]
-        texts += [(spare, 1)] * (N - len(sequences))
+        # Where each text begins, where it is, and with which of `counts` it moves on
+        texts = [(s.slot.first, s.pos, i) for i, s in enumerate(sequences)]
+        texts += [(spare, 1, N)] * (N - len(sequences))
         values: list[int] = []
         moves: list[int] = []
         for pass_, distance, count in self.layout:
-            rows = [(i, t) for i in range(N) for t in range(count)]
-            positions = [texts[i][1] + distance + t for i, t in rows]
-            values += [texts[i][0] + position for (i, _), position in zip(rows, positions)]
-            values += positions
-            moves += 2 * [i if i < len(sequences) else N for i, _ in rows]
+            rows = [(*text, distance + t) for text in texts for t in range(count)]
+            values += [first + pos + t for first, pos, _, t in rows]
+            values += [pos + t for _, pos, _, t in rows]
+            moves += 2 * [turn for *_, turn, _ in rows]
             # The head has no keys and values of position 0
             ahead = int(pass_ is not self.target)
-            for i, (first, pos) in enumerate(texts):
+            for i, (first, pos, turn) in enumerate(texts):
                 values += [first + ahead, pos + distance - ahead, i * count, count]
-                moves += [N, i if i < len(sequences) else N, N, N]
+                moves += [N, turn, N, N]
+        runs = [first // self.head.cache.run for first, *_ in texts]
         device = self.now.device
-        for table, new in ((self.now, values), (self.text, moves)):
-            table.copy_(pinned(new, torch.int32, device), non_blocking=True)
-        runs = [first // self.head.cache.run for first, _ in texts]
-        self.runs.copy_(pinned(runs, torch.int64, device), non_blocking=True)
+        for table, new in ((self.now, values), (self.text, moves), (self.runs, runs)):
+            table.copy_(pinned(new, table.dtype, device), non_blocking=True)
         wishes = [s.wish for s in sequences]
         guesses = [self.head.guess_like(wish) for wish in wishes]
         self.sampling = [(self.target, wishes), (self.steps[0], guesses)]

@@ -391,6 +391,23 @@ def test_a_reused_beginning_is_evaluated_from_one_position_earlier(exact, tmp_pa
     assert torch.equal(engine.slots[0].prompt_logits, logits)
 
 
+def test_a_head_writes_no_keys_for_a_token_without_the_state_before_it(exact, tmp_path):
+    """Neither for the first of a text nor for the first after a beginning that is reused, whose keys are
+    there already."""
+    engine = with_head(exact, eagle_head(tmp_path / "head"), parallel=2)
+    cache = engine.proposer.cache
+    longer = [*FEW, 8, 9]
+    other = [9, 5]
+    written = [(FEW, range(1, 7)), (longer, range(7, 9)), (other, range(1, 2)), (longer, range(0))]
+    for prompt, positions in written:
+        first = cache.run if prompt is other else 0
+        before = torch.cat((cache.keys, cache.values)).clone()
+        run(engine, [text(prompt, 1, MOST_PROBABLE)])
+        changed = (torch.cat((cache.keys, cache.values)) != before).any(-1).any(0).any(0)
+        places = changed[: cache.spare].nonzero().flatten().tolist()
+        assert places == [first + position for position in positions], prompt
+
+
 def test_a_head_knows_what_a_text_begins_with(exact, target, tmp_path):
     """A copy of what another text has evaluated; of a text without proposals no more than the head
     has."""
