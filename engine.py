@@ -403,7 +403,7 @@ class Engine:
         proposer = self.proposer
         proposes = bool(proposer) and any(s.plain for s in sequences) and proposer.ready()
         if proposes and (chain := self._chain_of(sequences)):
-            self._verify(sequences, chain)
+            self._verify(sequences, chain, begun)
             return
         if proposes or self._chain:
             self._chain = None
@@ -465,10 +465,10 @@ class Engine:
             return None
         return self.proposer.chain(self.passes.segments(len(sequences)), count)
 
-    def _verify(self, sequences: list[Sequence], chain: Chain) -> None:
+    def _verify(self, sequences: list[Sequence], chain: Chain, begun: Moment) -> None:
         """Evaluate the last token of each text with what a head has proposed to follow it, and let the
         head propose again. As long as the texts stay the same, the device does not wait for the host,
-        which is a pass behind."""
+        which is a pass behind. What a head lacks at the beginning is part of what the pass costs."""
         goes_on = chain is self._chain and chain.sequences == sequences
         self._chain = None  # should anything interrupt this
         if not goes_on:
@@ -476,7 +476,6 @@ class Engine:
             if any(s.finished for s in sequences):
                 return
             self._begin(sequences, chain)
-        begun = Moment(self.model.device)
         self.passes.run(("verify", chain.switches), chain, chain.verify)
         verified = chain.found.to("cpu", non_blocking=True, copy=True)
         ended = Moment(self.model.device)

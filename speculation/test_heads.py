@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from engine import Engine, Sequence
 from loading.checkpoint import load, read_config
+from passes import Moment
 from ranks.test_ranks import torchrun_bash
 from sampling import Sampling, _choose_ref
 from speculation.head_file import HeadFile, find_head
@@ -646,6 +647,35 @@ def test_ranks_propose(cli, talking, way):
     assert process.returncode == 0, err
     (found,) = objects(out.decode())
     assert found["text"] == plain["text"] and found["proposed_tokens"] > 0
+
+
+def test_what_a_head_has_missed_is_part_of_what_it_costs(exact, tmp_path, monkeypatch):
+    """After single tokens the model evaluates these once more, for the head: the pacer is told."""
+    now = 0.0
+
+    class Clock(Moment):
+        def __init__(self, device):
+            super().__init__(device)
+            self.shown = now
+
+        def since(self, start) -> float:
+            return self.shown - start.shown
+
+    monkeypatch.setattr("engine.Moment", Clock)
+    engine = with_head(exact, eagle_head(tmp_path / "head"), always=False)
+    prefill = engine.passes.prefill
+
+    def takes_long(*args) -> None:
+        nonlocal now
+        now += 5
+        prefill(*args)
+
+    engine.passes.prefill = takes_long
+    pacer, charged = engine.proposer.pacer, []
+    pacer.ready = lambda: len(charged) >= 6
+    pacer.record = lambda proposed, accepted, seconds, waited: charged.append((proposed, seconds))
+    run(engine, [text(FEW, 30, MOST_PROBABLE)])
+    assert charged[:8] == [(0, 0)] * 6 + [(4, 5), (4, 0)]
 
 
 def test_always(exact):
