@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from engine import Engine, Sequence
-from loading.checkpoint import load, read_config
-from passes import Moment
+from loading.checkpoint import load, open_checkpoint, read_config
+from passes import SPARE, Moment
 from ranks.test_ranks import torchrun_bash
 from sampling import Sampling, _choose_ref
 from speculation.head_file import HeadFile, find_head
@@ -409,6 +409,41 @@ def test_a_head_writes_no_keys_for_a_token_without_the_state_before_it(exact, tm
         assert places == [first + position for position in positions], prompt
 
 
+def test_a_text_is_the_same_the_second_time(exact, tmp_path):
+    """Behind the last proposal lies then the very token that will be drawn."""
+    engine = with_head(exact, eagle_head(tmp_path / "head"), n=1)
+    first, second, alone = (text([5, 7], 60, MOST_PROBABLE) for _ in range(3))
+    run(engine, [first])
+    run(engine, [second])
+    run(Engine(exact), [alone])
+    assert first.timings.accepted and first.ids == second.ids == alone.ids
+
+
+def test_padding_of_a_chain_stays_in_its_place(exact, tmp_path, monkeypatch):
+    """Three texts have the graph of four."""
+    head = eagle_head(tmp_path / "head")
+    with monkeypatch.context() as patch:
+        run_ahead(patch)
+        engine = with_head(exact, head, n=2, parallel=3)
+        run(engine, [text([5 + i], 50, MOST_PROBABLE) for i in range(3)])
+        chain = engine.proposer.chain(4, 2)
+    for pass_, *_ in chain.layout:
+        assert pass_.segments[:, 0].max() >= pass_.spare, "there is no padding"
+        assert pass_.place.max() < pass_.spare + SPARE
+
+
+def test_a_prompt_in_chunks_leaves_the_keys_of_a_whole_one(exact, tmp_path):
+    engine = with_head(exact, eagle_head(tmp_path / "head"), parallel=2)
+    cache = engine.proposer.cache
+    prompt = random.choices(FEW, k=20)
+    engine.passes.prefill(prompt)
+    for start, end in ((0, 7), (7, 8), (8, 20)):
+        engine.passes.prefill(prompt[start:end], start, cache.run)
+    for whole in (cache.keys, cache.values):
+        one, other = (whole[:, :, first + 1 : first + 20] for first in (0, cache.run))
+        assert torch.allclose(one, other, atol=1e-5)
+
+
 def test_a_head_knows_what_a_text_begins_with(exact, target, tmp_path):
     """A copy of what another text has evaluated; of a text without proposals no more than the head
     has."""
@@ -524,6 +559,13 @@ def test_hostile_heads(target, tmp_path, case):
     assert said in message and str(head) in message and "\n" not in message, message
 
 
+def test_a_head_for_which_there_is_no_room(exact, tmp_path, monkeypatch):
+    head = eagle_head(tmp_path / "head")
+    monkeypatch.setattr("speculation.head_file.free_memory", lambda _: 1000)
+    with pytest.raises(MemoryError, match=r"the head .*head takes 0.00 GB, but cpu has 0.00 GB"):
+        with_head(exact, head)
+
+
 def test_a_head_of_another_family(target, tmp_path):
     head = speculators_head(tmp_path / "head")
     with changed_json(head / "config.json") as config:
@@ -555,7 +597,7 @@ def test_a_head_of_the_hub_is_downloaded_once(hub, tmp_path, monkeypatch):
     assert find_head("someone/tiny") == folder
 
 
-def test_a_head_of_the_hub_in_shards(hub, tmp_path):
+def test_a_head_of_the_hub_in_shards(hub, target, tmp_path):
     """Of which one has not been downloaded."""
     head = eagle_head(tmp_path / "head")
     tensors = load_file(head / "model.safetensors")
@@ -574,6 +616,7 @@ def test_a_head_of_the_hub_in_shards(hub, tmp_path):
     (folder / "b.safetensors").unlink()
     assert find_head("someone/tiny") == folder
     assert hub.fetched() == ["b.safetensors"]
+    HeadFile(folder, target[0], read_config(target[0]))
 
 
 def test_what_is_no_head_is_left_to_others(hub, tiny, tmp_path):
@@ -584,6 +627,9 @@ def test_what_is_no_head_is_left_to_others(hub, tiny, tmp_path):
     for _ in range(2):
         assert find_head("someone/tiny") is None
         assert "model.safetensors" not in hub.fetched()
+    open_checkpoint("someone/tiny")
+    hub.fetched()
+    assert find_head("someone/tiny") is None and not hub.asked
     hub.files = {"tiny.Q4_K_M.gguf": b"GGUF"}
     assert find_head("someone/tiny:Q4_K_M") is None and hub.fetched() == []
 
