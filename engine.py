@@ -598,7 +598,8 @@ class Engine:
             proposed += len(proposals)
             accepted += count
         if self.proposer and launched.writes and texts:
-            self.proposer.record(texts, proposed, accepted, seconds, launched.waited)
+            captured = launched.ended.has_captured(launched.begun)
+            self.proposer.record(texts, proposed, accepted, seconds, launched.waited, captured)
 
     def _take(self, s: Sequence, token: int, score: Score | None) -> None:
         """A token of a text has been read."""

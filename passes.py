@@ -13,7 +13,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -211,6 +211,7 @@ class Moment:
 
     def __init__(self, device: torch.device):
         self.time = time.perf_counter()
+        self.captures = Passes.captures
         self.event = None
         if device.type == "cuda":
             self.event = torch.cuda.Event(enable_timing=True)
@@ -226,10 +227,17 @@ class Moment:
             return start.event.elapsed_time(self.event) / 1e3
         return self.time - start.time
 
+    def has_captured(self, start: Moment) -> bool:
+        """Whether a graph was captured between `start` and this moment, so that the seconds between them
+        say nothing about what a pass costs."""
+        return self.captures > start.captures
+
 
 class Passes:
     """The passes over the cache of one model. On a GPU each is a replay of a CUDA graph, which is captured
     the first time."""
+
+    captures: ClassVar[int] = 0  # how many graphs all have captured
 
     def __init__(self, model: Llama, slots: int = 1, size: int | None = None):
         """slots: sequences that have a place in the cache. size: positions of each, by default the
@@ -326,6 +334,7 @@ class Passes:
                 pass_.now.copy_(now)
                 pass_.logits.copy_(logits)
 
+            Passes.captures += 1
             graph = captured(run, self.model.device, reset, self._pool)
             self._pool = self._pool or graph.pool()
             pass_.graphs[what] = graph

@@ -637,6 +637,7 @@ MUTANTS = [
         "(self.sampling.seed + 2) %",
         "chat_in_any",
     ),
+    Mutant("speculation/proposals.py", "if not captured:", "if True:", "costs_what_the_device"),
     Mutant(
         "speculation/proposals.py",
         "        self.known[first] = ids[:known]  # should anything interrupt this\n",

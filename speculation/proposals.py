@@ -50,10 +50,7 @@ class Pacer:
 
     def record(self, proposed: int, accepted: float, seconds: float, waited: bool) -> None:
         """Record a pass. waited: the GPU was idle until the host had looked for proposals, which
-        is a loss even if there were none. The first pass with proposals may have compiled
-        something, so it counts as one of a single token."""
-        if proposed and not self.several:
-            seconds = self.single
+        is a loss even if there were none."""
         self.total += seconds
         if proposed:
             self.several = _mean(self.several, seconds)
@@ -121,14 +118,22 @@ class Proposer:
         return ready
 
     def record(
-        self, texts: int, proposed: int, accepted: int, seconds: float, waited: bool
+        self,
+        texts: int,
+        proposed: int,
+        accepted: int,
+        seconds: float,
+        waited: bool,
+        captured: bool,
     ) -> None:
         """Take note of a pass: how many texts it had, how many proposals for all of them, how many of
-        these were accepted, and how long it took. waited: see Pacer.record."""
+        these were accepted, and how long it took. waited: see Pacer.record. captured: see
+        Moment.has_captured."""
         self.passes += texts
         self.proposed += proposed
         self.accepted += accepted
-        self.pacer.record(proposed, accepted / texts, seconds, waited)
+        if not captured:
+            self.pacer.record(proposed, accepted / texts, seconds, waited)
 
     # What only a head does, which goes on from the model's hidden states, and on the device
     # (speculation/heads.py). Texts are given by their first place in the cache
