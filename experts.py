@@ -321,7 +321,7 @@ def _launch_several(
     experts = Experts(E, triton.next_power_of_2(E), T * k // len(x))
     slots = Slots(routes.order, routes.counts, experts)
     coded = _coded_sizes(w, accumulate, each)
-    if products.few_tile(product, T):
+    if products.few_sizes_of(product, T):
         products.launch_few(product, epilogue, args, T, slots)
     elif coded:
         w = products.as_e4m3(w)

@@ -731,7 +731,7 @@ def is_fused(product: Product) -> bool:
     """Whether launch_product has a kernel for it. Otherwise the product is the library's: with
     several tokens in fp32, with more than MAX_FEW in 16 bits, and where launch.json says so."""
     T = len(product.x)
-    return T == 1 or few_tile(product, T) is not None or many_tile(product, T) is not None
+    return T == 1 or few_sizes_of(product, T) is not None or many_sizes_of(product, T) is not None
 
 
 def launch_product(product: Product, epilogue: Epilogue, args: tuple) -> None:
@@ -739,10 +739,10 @@ def launch_product(product: Product, epilogue: Epilogue, args: tuple) -> None:
     T = len(product.x)
     if T == 1:
         launch_single(product, epilogue, args)
-    elif few_tile(product, T):
+    elif few_sizes_of(product, T):
         launch_few(product, epilogue, args, T)
     else:
-        launch_many(product, epilogue, args, many_tile(product, T))
+        launch_many(product, epilogue, args, many_sizes_of(product, T))
 
 
 def launch_single(
@@ -803,7 +803,7 @@ def stream_block(block: int, columns: int) -> int:
     return max(block, triton.next_power_of_2(triton.cdiv(columns, 3)))
 
 
-def few_tile(product: Product, tokens: int) -> FewSizes | None:
+def few_sizes_of(product: Product, tokens: int) -> FewSizes | None:
     """How _few_kernel divides the product of so many tokens, of which each may have several rows of
     x, one for each of its experts. Returns None for another way to compute it."""
     op, x, w, *_ = product
@@ -830,7 +830,7 @@ def launch_few(
         order, counts, experts = slots
         rows, count = w.rows // len(counts), len(order)
         blocks = min(count, len(counts))
-    sizes = few_tile(product, tokens)
+    sizes = few_sizes_of(product, tokens)
     assert sizes is not None, (product.op, product.x.shape, product.x.dtype, w.shape)
     each = triton.next_power_of_2(16 * 8 // w.bits)  # weights that a thread loads at once
     warps = min(sizes.warps, max(1, triton.next_power_of_2(K) // (4 * each * sizes.steps)))
@@ -851,7 +851,7 @@ def _arrived(device: torch.device, tiles: int) -> Tensor:
     return torch.zeros(tiles, dtype=torch.int32, device=device)
 
 
-def many_tile(product: Product, each: int) -> ManySizes | None:
+def many_sizes_of(product: Product, each: int) -> ManySizes | None:
     """How a product of `each` tokens is divided. Returns None where it is the library's."""
     if not product.w.format or product.x.element_size() != 2:
         return None
