@@ -405,6 +405,7 @@ class Engine:
         if proposes and (chain := self._chain_of(sequences)):
             self._verify(sequences, chain, begun)
             return
+        proposes = proposes and not proposer.only_chains
         if proposes or self._chain:
             self._chain = None
             self._read_all_but(0)  # the last tokens have to be known

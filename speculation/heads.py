@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 class Head(Proposer):
     """Proposes what a head says. It follows every text from its prompt on."""
 
+    only_chains = True
+
     def __init__(self, n: int, passes: Passes, weights: HeadWeights):
         """passes: the model's."""
         super().__init__(n)
@@ -116,9 +118,6 @@ class Head(Proposer):
         return wish._replace(sampling=sampling, mask=mask)
 
     # What the engine tells it
-
-    def propose(self, sequence: Sequence, n: int) -> list[int]:
-        return []  # only in a chain
 
     def chain(self, texts: int, n: int) -> Verification:
         if (texts, n) not in self.chains:

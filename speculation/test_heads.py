@@ -724,6 +724,21 @@ def test_what_a_head_has_missed_is_part_of_what_it_costs(exact, tmp_path, monkey
     assert charged[:8] == [(0, 0)] * 6 + [(4, 5), (4, 0)]
 
 
+def test_without_a_chain_nothing_is_waited_for(exact, tmp_path, monkeypatch):
+    """Beside a text with scores a head proposes nothing: the device is a pass ahead, as ever."""
+    run_ahead(monkeypatch)
+    engine = with_head(exact, eagle_head(tmp_path / "head"), parallel=2)
+    write, ahead = engine._write, []
+
+    def writes(sequences) -> None:
+        write(sequences)
+        ahead.append((len(sequences), len(engine._launched)))
+
+    engine._write = writes
+    run(engine, [text(FEW, 12, MOST_PROBABLE, scores=1), text(FEW, 12, MOST_PROBABLE)])
+    assert ahead.count((2, 2)) > 8
+
+
 def test_always(exact):
     """Proposals that do not pay off are held off, unless they are to be tried always."""
     for always in (False, True):
