@@ -35,11 +35,11 @@ class Format:
     format as a constant, FORMAT, whose functions they call. They never look at how many tensors
     there are, or of which type.
 
-    load(w, start, k, left, COLUMNS, NEIGHBOURS, GROUPS)
+    load(w, start, k, left, COLUMNS, NEIGHBOURS, FORMAT)
         A tile as stored, COLUMNS weights of each of its rows. start [R, 1]: where these rows begin
         in W, counted in weights; k: the first column, a number or [R, 1]; left: how many columns
         there are from there on, None if enough; NEIGHBOURS: how many weights a thread should get
-        side by side, if possible; GROUPS: `groups` below.
+        side by side, if possible; FORMAT: itself.
     values(tile, SCALES)
         The weights before `gain` and the row's scale: halves or floats [R, COLUMNS].
     scales_of(tile, SHIFT)
@@ -60,7 +60,7 @@ class Format:
     These are enough for correct results. A few tokens and prompts are fast if each thread loads
     whole words, as in bits/codes4.py. One token is fast in bits/stream.py, which needs two more:
 
-    stream_load(w, start, k, left, COLUMNS, GROUPS)
+    stream_load(w, start, k, left, COLUMNS, FORMAT)
         A tile, of which each thread gets all that the products of 64 weights need. start may also
         be a tuple (rows, width, offsets): every `width` columns of a row lie elsewhere, those of
         part p at rows + offsets[p], where `rows` is [R, 1].
@@ -320,7 +320,7 @@ def load_once(pointers, offs_k, left):
 
 @jit
 def load_elements(
-    w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUPS: tl.constexpr = ()
+    w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, FORMAT: tl.constexpr = None
 ):
     """The `load` of a format without groups, which stores one element for each weight."""
     offs_k = tl.arange(0, COLUMNS)[None, :]

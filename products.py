@@ -395,7 +395,7 @@ def _vector_kernel(
     # Before the wait: fetch the first tiles of what no kernel writes. A thread gets eight
     # neighbours of W, as many as of a 16-bit x: otherwise 8-bit tiles would go through shared
     # memory to meet x
-    w_tile = FORMAT.load(w, start[0], 0, None if K % BLOCK == 0 else K, BLOCK, 8, FORMAT.groups)
+    w_tile = FORMAT.load(w, start[0], 0, None if K % BLOCK == 0 else K, BLOCK, 8, FORMAT)
     offs_k = tl.arange(0, BLOCK)[None, :]
     if norm is not None:
         norm_tile = load_vector(norm, 0, offs_k, K, BLOCK, FORMAT)
@@ -416,10 +416,10 @@ def _vector_kernel(
             w_now = w_tile
             if k + BLOCK < K:
                 left = None if K % BLOCK == 0 else K - k - BLOCK
-                w_tile = FORMAT.load(w, start[slot], k + BLOCK, left, BLOCK, 8, FORMAT.groups)
+                w_tile = FORMAT.load(w, start[slot], k + BLOCK, left, BLOCK, 8, FORMAT)
             elif slot + 1 < SUMMED:
                 left = None if K % BLOCK == 0 else K
-                w_tile = FORMAT.load(w, start[slot + 1], 0, left, BLOCK, 8, FORMAT.groups)
+                w_tile = FORMAT.load(w, start[slot + 1], 0, left, BLOCK, 8, FORMAT)
             x_now = x_tile
             if slot + k > 0:
                 x_now = load_vector(x + slot * K, k, offs_k, K, BLOCK, FORMAT)
@@ -504,7 +504,7 @@ def _load_few_weights(
     col = k + step * (4 * EACH) + lane % TILE.lanes * EACH
     start = (tl.minimum(rows, N - 1).to(tl.int64) + first) * K
     left = None if k + TILE.warps * TILE.steps * 4 * EACH <= K else K - col
-    return FORMAT.load(w, start, col, left, EACH, EACH, FORMAT.groups)
+    return FORMAT.load(w, start, col, left, EACH, EACH, FORMAT)
 
 
 @jit
@@ -686,9 +686,7 @@ def _many_kernel(
     start = w_rows[:, None] * K
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     for k in tl.range(0, K, BLOCK, num_stages=STAGES):
-        w_tile = FORMAT.load(
-            w, start, k, None if K % BLOCK == 0 else K - k, BLOCK, 8, FORMAT.groups
-        )
+        w_tile = FORMAT.load(w, start, k, None if K % BLOCK == 0 else K - k, BLOCK, 8, FORMAT)
         x_tile = _tile_of_x(x, x_rows, k, K, BLOCK, FORMAT)
         if EMULATED:  # the interpreter's own bf16 products are wrong
             x_tile = x_tile.to(tl.float32)
@@ -948,7 +946,7 @@ def _recode_kernel(
     gdc_launch_dependents(PDL)
     rows = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), N - 1).to(tl.int64)
     k = tl.program_id(1) * BLOCK
-    tile = FORMAT.load(w, rows[:, None] * K, k, K - k, BLOCK, 8, FORMAT.groups)
+    tile = FORMAT.load(w, rows[:, None] * K, k, K - k, BLOCK, 8, FORMAT)
     y = FORMAT.values(tile, FORMAT.scales_of).to(tl.float32).reshape(ROWS, BLOCK // 8, 8)
     offs_k = k + tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
     mask = (offs_k < K)[None, :, :]

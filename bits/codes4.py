@@ -99,9 +99,9 @@ def to_words(codes: Tensor, words: int = 4) -> Tensor:
 
 
 @jit
-def load(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUPS: tl.constexpr):
+def load(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, FORMAT: tl.constexpr):
     codes = load_codes(w[0], start, k, left, COLUMNS, 8)
-    return (codes,) + load_all_groups(w, start, k, left, COLUMNS, 32, GROUPS)
+    return (codes,) + load_all_groups(w, start, k, left, COLUMNS, 32, FORMAT)
 
 
 def values_asm(extract: str, first: int) -> str:

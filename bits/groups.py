@@ -113,12 +113,12 @@ def load_groups(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, GR
 
 @jit
 def load_all_groups(
-    w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, GROUPS: tl.constexpr
+    w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, FORMAT: tl.constexpr
 ):
     """load_groups of each tensor but the codes, see Format.groups: a tuple."""
     tiles = ()
-    for i in tl.static_range(len(GROUPS)):
-        tiles += (load_groups(w[1 + i], start, k, left, COLUMNS, EACH, GROUPS[i]),)
+    for i in tl.static_range(len(FORMAT.groups)):
+        tiles += (load_groups(w[1 + i], start, k, left, COLUMNS, EACH, FORMAT.groups[i]),)
     return tiles
 
 
@@ -137,13 +137,13 @@ def load_two_groups(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexp
 
 
 @jit
-def stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):
+def stream_load(w, start, k, left, COLUMNS: tl.constexpr, FORMAT: tl.constexpr):
     """The `stream_load` of codes of 4 bits, which are words, or of 8, which are bytes, and of their
     groups."""
     EACH: tl.constexpr = 8 if w[0].dtype.element_ty == tl.int32 else 4
     tile = (load_codes(w[0], start, k, left, COLUMNS, EACH),)
-    for i in tl.static_range(len(GROUPS)):
-        tile += (load_two_groups(w[1 + i], start, k, left, COLUMNS, GROUPS[i]),)
+    for i in tl.static_range(len(FORMAT.groups)):
+        tile += (load_two_groups(w[1 + i], start, k, left, COLUMNS, FORMAT.groups[i]),)
     return tile
 
 

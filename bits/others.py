@@ -293,13 +293,13 @@ def _scales_of_parts(parts, halves, EXPONENT: tl.constexpr):
 
 @jit
 def _q4_k_load(
-    w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUPS: tl.constexpr
+    w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, FORMAT: tl.constexpr
 ):
     """As codes4.load, but the halves first: of the orders that were measured, this one is the
     fastest."""
-    halves = load_groups(w[2], start, k, left, COLUMNS, 32, GROUPS[1])
+    halves = load_groups(w[2], start, k, left, COLUMNS, 32, FORMAT.groups[1])
     codes = load_codes(w[0], start, k, left, COLUMNS, 8)
-    return codes, load_groups(w[1], start, k, left, COLUMNS, 32, GROUPS[0]), halves
+    return codes, load_groups(w[1], start, k, left, COLUMNS, 32, FORMAT.groups[0]), halves
 
 
 @jit
@@ -434,7 +434,7 @@ def _for_each_16(parts, halves):
 
 @jit
 def _q6_k_load(
-    w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUPS: tl.constexpr
+    w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, FORMAT: tl.constexpr
 ):
     """Lower bits, upper bits, parts and halves for each 16 columns."""
     low = load_codes(w[0], start, k, left, COLUMNS, 8).reshape(start.shape[0], COLUMNS // 16, 2)
@@ -445,7 +445,7 @@ def _q6_k_load(
 
 
 @jit
-def _q6_k_stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):
+def _q6_k_stream_load(w, start, k, left, COLUMNS: tl.constexpr, FORMAT: tl.constexpr):
     low = load_codes(w[0], start, k, left, COLUMNS, 8)
     low = low.reshape(low.shape[0], COLUMNS // 16, 2)
     high = load_words(w[1], start, k, left, COLUMNS, 16, 4)
@@ -613,10 +613,10 @@ STREAMED8 = dict(weights_per_thread=64, **ROTATED)
 
 @jit
 def _load8(
-    w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUPS: tl.constexpr
+    w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, FORMAT: tl.constexpr
 ):
     codes = load_elements(w, start, k, left, COLUMNS, NEIGHBOURS)
-    return (codes,) + load_all_groups(w, start, k, left, COLUMNS, NEIGHBOURS, GROUPS)
+    return (codes,) + load_all_groups(w, start, k, left, COLUMNS, NEIGHBOURS, FORMAT)
 
 
 @jit
@@ -696,10 +696,10 @@ Q8_K = replace(
 
 
 @jit
-def _q8_16_stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):
+def _q8_16_stream_load(w, start, k, left, COLUMNS: tl.constexpr, FORMAT: tl.constexpr):
     codes = load_codes(w[0], start, k, left, COLUMNS, 4)
     parts = int16_of(load_words(w[1], start, k, left, COLUMNS, 32, 2))
-    halves = load_two_groups(w[2], start, k, left, COLUMNS, GROUPS[1])
+    halves = load_two_groups(w[2], start, k, left, COLUMNS, FORMAT.groups[1])
     return codes, parts, tl.join(halves, halves).reshape(parts.shape)
 
 
@@ -759,9 +759,9 @@ class Float8Groups(Grouped):
 
 
 @jit
-def _e4m3_128_stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):
+def _e4m3_128_stream_load(w, start, k, left, COLUMNS: tl.constexpr, FORMAT: tl.constexpr):
     codes = load_codes(w[0], start, k, left, COLUMNS, 4)
-    return codes, load_groups(w[1], start, k, left, COLUMNS, 64, GROUPS[0])
+    return codes, load_groups(w[1], start, k, left, COLUMNS, 64, FORMAT.groups[0])
 
 
 @jit

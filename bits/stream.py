@@ -138,9 +138,9 @@ def _all_of_x(
     """x in parts of BLOCK columns, each as _stream_x returns it, and its squares, added to those that
     are given."""
     parts = ()
-    for j in tl.static_range(0, tl.cdiv(WIDTH, BLOCK)):
-        norm_tile = norm_tiles[j] if len(norm_tiles) > 0 else None
-        part, more = _stream_x(x, norm_tile, j * BLOCK, WIDTH, BLOCK, FORMAT)
+    for k in tl.static_range(0, WIDTH, BLOCK):
+        norm_tile = norm_tiles[k // BLOCK] if len(norm_tiles) > 0 else None
+        part, more = _stream_x(x, norm_tile, k, WIDTH, BLOCK, FORMAT)
         parts += (part,)
         squares += more
     return parts, squares
@@ -202,12 +202,10 @@ def stream_kernel(
             for k in tl.static_range(0, WIDTH, BLOCK):
                 left = None if WIDTH % BLOCK == 0 else WIDTH - k
                 if SUMMED == 1:
-                    w_tiles += (FORMAT.stream_load(w, start, k, left, BLOCK, FORMAT.groups),)
+                    w_tiles += (FORMAT.stream_load(w, start, k, left, BLOCK, FORMAT),)
                 else:
                     w_tiles += (
-                        FORMAT.stream_load(
-                            w, (rows * K, K, offsets), k, left, BLOCK, FORMAT.groups
-                        ),
+                        FORMAT.stream_load(w, (rows * K, K, offsets), k, left, BLOCK, FORMAT),
                     )
                 if FORMAT.gain is not None and SUMMED > 1:
                     part_scales += (

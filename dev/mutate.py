@@ -177,7 +177,7 @@ MUTANTS = [
     Mutant("bits/int4.py", "by_4 * -zero", "by_4 * zero", "products_with_4_bit"),
     Mutant(
         "bits/groups.py",
-        "load_groups(w[1 + i], start, k, left, COLUMNS, EACH, GROUPS[i])",
+        "load_groups(w[1 + i], start, k, left, COLUMNS, EACH, FORMAT.groups[i])",
         "load_groups(w[1 + i], start, k, left, COLUMNS, EACH, 32)",
         "safetensors_formats",
     ),

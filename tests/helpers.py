@@ -816,7 +816,7 @@ def check_attention(
 
 
 @launch.jit
-def _own_load(w, start, k, left, COLUMNS: tl.constexpr, SIDE: tl.constexpr, GROUPS: tl.constexpr):
+def _own_load(w, start, k, left, COLUMNS: tl.constexpr, SIDE: tl.constexpr, FORMAT: tl.constexpr):
     scales = groups.load_groups(w[1], start, k, left, COLUMNS, 1, 32)
     return formats.load_elements(w, start, k, left, COLUMNS, SIDE), scales
 
