@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 
-MOST_DIGITS = 20  # in a row, of a number in JSON: integers of 64 bits have no more
+MOST_DIGITS = 20  # in a row in a JSON number: a 64-bit integer has no more
 
 
 class Digits:
-    """Ends numbers in JSON, where a small model would write digits until its text is cut."""
+    """Ends JSON numbers that grow too long: a small model may write digits up to the token limit."""
 
     def __init__(self, tokens: list[bytes]):
         """tokens: the bytes of each, among them a quotation mark by itself."""
@@ -62,7 +62,7 @@ class Constraint:
         self._text_of = text_of
         self._digits = digits
         self._end = ""  # of the text, while `after` has not come
-        self._run = 0  # digits at its end, once it has
+        self._run = 0  # how many digits the text ends in, counted once `after` has come
         self._row = torch.full((-(-size // 32),), -1, dtype=torch.int32)
 
     def mask(self) -> Tensor:

@@ -39,7 +39,7 @@ class Format:
         A tile as stored, COLUMNS weights of each of its rows. start [R, 1]: where these rows begin
         in W, counted in weights; k: the first column, a number or [R, 1]; left: how many columns
         there are from there on, None if enough; NEIGHBOURS: how many weights a thread should get
-        side by side, if possible; FORMAT: itself.
+        side by side, if possible; FORMAT: the format.
     values(tile, SCALES)
         The weights before `gain` and the row's scale: halves or floats [R, COLUMNS].
     scales_of(tile, SHIFT)

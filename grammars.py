@@ -53,7 +53,7 @@ NAMED = ("properties", "$defs", "definitions")
 
 
 def everywhere(change: Callable[[dict], dict]) -> Callable[[object], object]:
-    """A change of a schema, as one of it and of all inside it."""
+    """Make a change to a schema apply to all schemas inside it as well, the innermost first."""
 
     def run(schema: object) -> object:
         if not isinstance(schema, dict):
@@ -71,19 +71,19 @@ def everywhere(change: Callable[[dict], dict]) -> Callable[[object], object]:
     return run
 
 
-# JSON Schema's own. Others, such as "path" and "uint32", are notes for people, as it says
+# Those that JSON Schema defines. By its rules others, such as "path" and "uint32", are annotations
 FORMATS = (
     "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6",
     "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer",
     "relative-json-pointer", "regex",
 )  # fmt: skip
-# what libraries write, although it says nothing
+# keywords that libraries write although they have no effect
 EMPTY = {"propertyNames": {"type": "string"}, "uniqueItems": False}
 
 
 @everywhere
 def settled(schema: dict) -> dict:
-    """A schema without what says nothing."""
+    """A schema without keywords that have no effect."""
     schema = {name: value for name, value in schema.items() if EMPTY.get(name) != value}
     if schema.get("format") not in FORMATS:
         schema.pop("format", None)

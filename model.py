@@ -108,7 +108,7 @@ class Config:
         """Elements of a prompt's activations for each token, where they are widest."""
         F = self.hidden_dim
         feed_forward = 3 * F
-        if self.n_experts:  # for w2 there may be hidden values twice, the second time in its order
+        if self.n_experts:  # w2 may need a second copy of the hidden values, in its column order
             feed_forward = self.experts_per_token * max(3 * F, 2 * F + self.dim)
         return 2 * self.dim + max(feed_forward, 2 * self.q_dim + 2 * self.kv_dim)
 

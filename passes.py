@@ -237,7 +237,7 @@ class Passes:
     """The passes over the cache of one model. On a GPU each is a replay of a CUDA graph, which is captured
     the first time."""
 
-    captures: ClassVar[int] = 0  # how many graphs all have captured
+    captures: ClassVar[int] = 0  # graphs captured so far, by all instances
 
     def __init__(self, model: Llama, slots: int = 1, size: int | None = None):
         """slots: sequences that have a place in the cache. size: positions of each, by default the

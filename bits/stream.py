@@ -122,7 +122,7 @@ def _stream_x(x, norm_tiles, k, K: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl
 
 @jit
 def _no_x(WIDTH: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
-    """What _all_of_x returns, but zeros."""
+    """Zeros in the shape of what _all_of_x returns."""
     parts = ()
     for _ in tl.static_range(0, WIDTH, BLOCK):
         half2 = tl.zeros([BLOCK], tl.float32) if EMULATED else tl.zeros([BLOCK // 2], tl.uint32)
@@ -135,8 +135,8 @@ def _no_x(WIDTH: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
 def _all_of_x(
     x, norm_tiles, squares, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr
 ):
-    """x in parts of BLOCK columns, each as _stream_x returns it, and its squares, added to those that
-    are given."""
+    """x in parts of BLOCK columns, each as _stream_x returns it, and `squares` with the squares of x
+    added to them."""
     parts = ()
     for k in tl.static_range(0, WIDTH, BLOCK):
         norm_tile = norm_tiles[k // BLOCK] if len(norm_tiles) > 0 else None

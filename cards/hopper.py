@@ -520,10 +520,10 @@ def attends_few(q: Tensor, longest: int, rows: int) -> bool:
 #      bits/codes4.py keeps just these in the four words of 32 columns. So a thread reads its word of
 #      each four from shared memory, decodes it, and has its part of W in registers. Codes of 8 bits
 #      are read two at a time. As in attention of a prompt, one group of warps loads: codes by TMA, the
-#      numbers of groups and x by cp.async. x has its columns in W's order: were they reordered on the
-#      way, what arrives together would go to the same banks of shared memory, which is what limits
-#      this kernel. The columns of a step are decoded in parts: tensor cores multiply one while the
-#      next is being decoded.
+#      numbers of groups and x by cp.async. The columns of x are already in W's order: if they were
+#      reordered while being copied, pieces that arrive together would conflict in the banks of shared
+#      memory, whose bandwidth limits this kernel. The columns of a step are decoded in parts: tensor
+#      cores multiply one while the next is being decoded.
 #
 #      A program takes steps of neighbouring tiles without a pause, so that loads stay in flight, and
 #      all programs have equally many. Where several share a tile, the one that has its first steps
@@ -550,7 +550,7 @@ class Work(NamedTuple):
 
     start: Any
     end: Any
-    tiles: Any  # of a block: those of an expert's slots, or all there are
+    tiles: Any  # in a block: of one expert's slots or, without experts, all of them
     tokens: Any
 
 
@@ -910,7 +910,7 @@ def many_kernel(
             ),
         )
     buffers = (code_tiles, x_tiles, groups)
-    full = _barriers(STAGES, 1 + 32 * LOADERS)  # the codes, and what each thread copies
+    full = _barriers(STAGES, 1 + 32 * LOADERS)  # one for the codes, one for what each thread copies
     empty = _barriers(STAGES, 1)
     STEPS: gl.constexpr = K // COLUMNS
     # What warp_specialize hands over may be a tensor or a tuple, but not None
@@ -964,7 +964,7 @@ def registers(warps: int, programs: int) -> int:
 
 
 SHARED_MEMORY = 227 * 1024  # bytes that the programs of an SM may have
-HAND_OVER = 16 * 1024  # bytes of it through which a program hands over its sums, at most
+HAND_OVER = 16 * 1024  # bytes of it that handing over a program's sums takes at most
 
 
 def codes(w: Matrix, sizes: ManySizes, columns: int) -> TensorDescriptor:

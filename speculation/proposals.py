@@ -98,7 +98,7 @@ class Chain(Protocol):
 class Proposer:
     """Proposes up to n tokens per pass for each text, and counts over all passes. Subclasses propose."""
 
-    only_chains = False  # whether nothing is proposed but by the device itself, see Chain
+    only_chains = False  # whether it proposes only in a Chain, on the device
 
     def __init__(self, n: int):
         assert 1 <= n <= MAX_PROPOSALS, n
