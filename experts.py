@@ -29,6 +29,7 @@ from formats import Experts, Matrix
 from fp8 import E4M3, E4M3_NATIVE
 from launch import (
     EMULATED,
+    constexpr,
     gdc_launch_dependents,
     gdc_wait,
     is_last,
@@ -37,13 +38,15 @@ from launch import (
     tl,
     triton,
 )
-from products import MAX_FEW, Epilogue, Product, Slots, Stack
+from products import Epilogue, Product, Slots, Stack
 
 if TYPE_CHECKING:
     from model import LayerWeights
     from passes import Pass
 
-ROUTER_ROWS = 4  # of a program
+FUSED = 8  # up to so many tokens, one kernel does all that a router does
+PICKED = 4  # tokens whose experts a program picks, if there are more
+LOWEST = constexpr(torch.finfo(torch.float32).min)
 
 
 class Routes(NamedTuple):
@@ -74,55 +77,64 @@ def route_ref(x: Tensor, layer: LayerWeights, pass_: Pass) -> Routes | None:
     return Routes(ids.int(), weights)
 
 
-# A few tokens: the programs of a token share its logits, and the last one to finish picks its
-# experts. With several tokens, the last one of all then sorts the slots. The kernel lets the next
-# one start only after its own wait, since without ids the product with w13 can load nothing.
+# A few tokens: each program computes some logits of one of them. The last one to finish picks the
+# experts of all and, if there are several tokens, sorts the slots. The kernel lets the next one
+# start only after its own wait, since without ids the product with w13 can load nothing.
 
 
 @jit
 def _pick(
-    logits, ids, weights, t, E: tl.constexpr, SLOTS: tl.constexpr, NORM_TOPK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits, ids, weights, t, T, E: tl.constexpr, SLOTS: tl.constexpr, NORM_TOPK: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """The experts of token t, and their weights. An expert's place is the number of those that
-    come before it."""
-    offs = tl.arange(0, BLOCK)
-    mask = offs < E
-    logit = tl.load(logits + t * E + offs, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    """The experts of tokens t [TOKENS], found one after the other, and their weights. Returns the
+    ids [TOKENS, BLOCK_S], E where there is no slot."""
+    offs = tl.arange(0, BLOCK)[None, :]
+    slots = tl.arange(0, BLOCK_S)[None, :]
+    own = (t < T)[:, None]
+    pointers = logits + t[:, None] * E + offs
+    logit = tl.load(pointers, mask=own & (offs < E), other=float("-inf"), cache_modifier=".cg")
     logit = tl.where(logit == logit, logit, float("-inf"))  # NaN beats no number
-    other = tl.expand_dims(logit, 0)
-    higher = other > logit[:, None]
-    earlier = (other == logit[:, None]) & (offs[None, :] < offs[:, None])
-    place = tl.sum((higher | earlier).to(tl.int32), 1)
-    chosen = mask & (place < SLOTS)
-    share = tl.exp(logit - tl.max(logit, 0))
-    total = tl.sum(tl.where(chosen if NORM_TOPK else mask, share, 0.0), 0)
-    tl.store(ids + t * SLOTS + place, offs, mask=chosen)
-    tl.store(weights + t * SLOTS + place, share / total, mask=chosen)
+    peak = tl.max(logit, 1)
+    left = tl.where(offs < E, tl.maximum(logit, LOWEST), float("-inf"))
+    chosen = tl.full([t.shape[0], BLOCK_S], E, tl.int32)
+    shares = tl.full([t.shape[0], BLOCK_S], 0.0, tl.float32)
+    for slot in tl.static_range(SLOTS):
+        best, expert = tl.max(left, 1, return_indices=True)  # of equal ones the first
+        left = tl.where(offs == expert[:, None], float("-inf"), left)
+        chosen = tl.where(own & (slots == slot), expert[:, None], chosen)
+        shares = tl.where(slots == slot, tl.exp(best - peak)[:, None], shares)
+    total = tl.sum(shares, 1) if NORM_TOPK else tl.sum(tl.exp(logit - peak[:, None]), 1)
+    places = t[:, None] * SLOTS + slots
+    tl.store(ids + places, chosen, mask=own & (slots < SLOTS))
+    tl.store(weights + places, shares / total[:, None], mask=own & (slots < SLOTS))
+    return chosen
 
 
 @jit
-def _sort(ids, order, counts, COUNT, E, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Sort COUNT slots by expert, those of an expert in the order of tokens. A slot's place is the
-    number of those that come before it."""
-    slots = tl.arange(0, BLOCK)
-    chosen = tl.load(ids + slots, mask=slots < COUNT, other=E, cache_modifier=".cg")
-    other = tl.expand_dims(chosen, 0)
-    earlier = (other == chosen[:, None]) & (slots[None, :] < slots[:, None])
-    place = tl.sum(((other < chosen[:, None]) | earlier).to(tl.int32), 1)
-    tl.store(order + place, slots, mask=slots < COUNT)
+def _sort(chosen, order, counts, E, SLOTS: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Sort slots by expert, those of an expert in the order of tokens. A slot's place is the number
+    of those that come before it. chosen: see _pick."""
+    COUNT: tl.constexpr = chosen.shape[0] * chosen.shape[1]
+    token = tl.arange(0, chosen.shape[0])[:, None]
+    slot = token * SLOTS + tl.arange(0, chosen.shape[1])[None, :]
+    key = (chosen * COUNT + slot).reshape(COUNT)
+    place = tl.sum((key[None, :] < key[:, None]).to(tl.int32), 1)
+    chosen = chosen.reshape(COUNT)
+    tl.store(order + place, slot.reshape(COUNT), mask=chosen < E)
     offs_e = tl.arange(0, BLOCK_E)
-    tl.store(counts + offs_e, tl.sum((other == offs_e[:, None]).to(tl.int32), 1), mask=offs_e < E)
+    each = tl.sum((chosen[None, :] == offs_e[:, None]).to(tl.int32), 1)
+    tl.store(counts + offs_e, each, mask=offs_e < E)
 
 
 @jit
 def _route_kernel(
     x, norm, w, eps, gain, logits, arrived, ids, weights, order, counts, T,
     E: tl.constexpr, C: tl.constexpr, SLOTS: tl.constexpr, NORM_TOPK: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr,
-    PDL: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS logits of one of T tokens. arrived [T + 1]: see is_last."""
+    """ROWS logits of one of T tokens, up to TOKENS. arrived: see is_last."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offs_c = tl.arange(0, BLOCK)
     mask_c = offs_c < C
@@ -136,58 +148,64 @@ def _route_kernel(
     inv_rms = tl.rsqrt(tl.sum(values * values) / C + eps)
     sums = tl.sum(tile.to(tl.float32) * (values * factors)[None, :], 1)
     tl.store(logits + t * E + rows, sums * (inv_rms * gain), mask=rows < E)
-    if is_last(arrived + t, tl.num_programs(0)):
-        _pick(logits, ids, weights, t, E, SLOTS, NORM_TOPK, BLOCK_E)
+    if is_last(arrived, tl.num_programs(0) * T):
+        tokens = tl.arange(0, TOKENS)
+        chosen = _pick(logits, ids, weights, tokens, T, E, SLOTS, NORM_TOPK, BLOCK_E, BLOCK_S)
         if order is not None:
-            all_done = is_last(arrived + T, T)
-            if all_done:
-                _sort(ids, order, counts, T * SLOTS, E, BLOCK_S, BLOCK_E)
+            _sort(chosen, order, counts, E, SLOTS, BLOCK_E)
 
 
-# A prompt: its logits by tensor cores, then a program for each token and one for each expert.
+# More tokens: their logits by tensor cores, then programs for a few tokens, then one for each expert.
 
 
 @jit
 def _logits_kernel(
     x, norm, w, eps, gain, logits, T,
-    E: tl.constexpr, C: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    E: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_E logits of 16 tokens."""
+    """ROWS logits of 16 tokens. PARTS warps share BLOCK columns at a time."""
     gdc_launch_dependents(PDL)
     t = tl.program_id(0) * 16 + tl.arange(0, 16)
-    rows = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-    offs_c = tl.arange(0, BLOCK)
-    x_rows = x + tl.minimum(t, T - 1).to(tl.int64)[:, None] * C
-    w_rows = w + tl.minimum(rows, E - 1)[:, None] * C
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    PART: tl.constexpr = BLOCK // PARTS
+    offs_c = tl.arange(0, PARTS)[:, None, None] * PART + tl.arange(0, PART)[None, None, :]
+    w_rows = w + tl.minimum(rows, E - 1)[None, :, None] * C
+    w_tiles = ()
+    for c in tl.static_range(0, C, BLOCK):
+        w_tiles += (tl.load(w_rows + c + offs_c, mask=c + offs_c < C, other=0.0),)
     gdc_wait(PDL)
-    squares = tl.zeros([16, BLOCK], tl.float32)
-    for c in range(0, C, BLOCK):
-        mask = c + offs_c[None, :] < C
-        values = tl.load(x_rows + c + offs_c[None, :], mask=mask, other=0.0).to(tl.float32)
-        squares += values * values
-    inv_rms = tl.rsqrt(tl.sum(squares, 1) / C + eps)[:, None]
-    acc = tl.zeros([16, BLOCK_E], tl.float32)
-    for c in range(0, C, BLOCK):
-        mask = c + offs_c[None, :] < C
-        values = tl.load(x_rows + c + offs_c[None, :], mask=mask, other=0.0).to(tl.float32)
+    x_rows = x + tl.minimum(t, T - 1).to(tl.int64)[None, :, None] * C
+    x_tiles = ()
+    squares = tl.zeros([PARTS, 16], tl.float32)
+    for c in tl.static_range(0, C, BLOCK):
+        x_tiles += (tl.load(x_rows + c + offs_c, mask=c + offs_c < C, other=0.0),)
+        values = x_tiles[c // BLOCK].to(tl.float32)
+        squares += tl.sum(values * values, 2)
+    inv_rms = tl.rsqrt(tl.sum(squares, 0) / C + eps)
+    acc = tl.zeros([PARTS, 16, ROWS], tl.float32)
+    for c in tl.static_range(0, C, BLOCK):
         factors = tl.load(norm + c + offs_c, mask=c + offs_c < C, other=0.0).to(tl.float32)
-        tile = tl.load(w_rows + c + offs_c[None, :], mask=mask, other=0.0)
-        normed = values * inv_rms * factors[None, :]
+        normed = x_tiles[c // BLOCK].to(tl.float32) * inv_rms[None, :, None] * factors
+        tile = w_tiles[c // BLOCK]
+        normed = normed.to(tile.dtype)
         if EMULATED:  # the interpreter's own bf16 products are wrong
-            tile = tile.to(tl.float32)
-        acc = tl.dot(normed.to(tile.dtype), tl.trans(tile), acc, input_precision="ieee")
+            normed, tile = normed.to(tl.float32), tile.to(tl.float32)
+        acc = tl.dot(normed, tl.permute(tile, (0, 2, 1)), acc, input_precision="ieee")
     offs = t[:, None] * E + rows[None, :]
-    tl.store(logits + offs, acc * gain, mask=(t[:, None] < T) & (rows[None, :] < E))
+    tl.store(logits + offs, tl.sum(acc, 0) * gain, mask=(t[:, None] < T) & (rows[None, :] < E))
 
 
 @jit
 def _pick_kernel(
-    logits, ids, weights, E: tl.constexpr, SLOTS: tl.constexpr, NORM_TOPK: tl.constexpr,
-    BLOCK_E: tl.constexpr, PDL: tl.constexpr,
+    logits, ids, weights, T, E: tl.constexpr, SLOTS: tl.constexpr, NORM_TOPK: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """The experts of TOKENS tokens."""
     gdc_launch_dependents(PDL)
     gdc_wait(PDL)
-    _pick(logits, ids, weights, tl.program_id(0), E, SLOTS, NORM_TOPK, BLOCK_E)
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    _pick(logits, ids, weights, t, T, E, SLOTS, NORM_TOPK, BLOCK_E, BLOCK_S)
 
 
 @jit
@@ -221,8 +239,8 @@ def route(x: Tensor, layer: LayerWeights, pass_: Pass) -> Routes | None:
     routes = Routes(numbers(T, k), x.new_empty(T, k, dtype=torch.float32))
     if T > 1:
         routes = routes._replace(order=numbers(T * k), counts=numbers(E))
-    if T > MAX_FEW:
-        _route_prompt(x, layer, pass_, routes)
+    if T > FUSED:
+        _route_many(x, layer, pass_, routes)
     else:
         _route_few(x, layer, pass_, routes)
     return routes
@@ -230,41 +248,49 @@ def route(x: Tensor, layer: LayerWeights, pass_: Pass) -> Routes | None:
 
 def _route_few(x: Tensor, layer: LayerWeights, pass_: Pass, routes: Routes) -> None:
     T, C = x.shape
-    E, k = layer.router.rows, pass_.experts_per_token
-    logits = pass_.scratch.zeros("router logits", MAX_FEW, E)
-    arrived = pass_.scratch.zeros("router arrived", MAX_FEW + 1, dtype=torch.int32)
+    E = layer.router.rows
+    logits = pass_.scratch.zeros("router logits", FUSED, E)
+    arrived = pass_.scratch.zeros("router arrived", 1, dtype=torch.int32)
     args = (x, layer.ffn_norm, layer.router.data, pass_.norm_eps, layer.router_gain)
     block = triton.next_power_of_2(C)
+    rows = 4 if T <= 4 else 8
     launch(
         _route_kernel,
-        (triton.cdiv(E, ROUTER_ROWS), T),
+        (triton.cdiv(E, rows), T),
         x.device,
         *args,
         logits,
         arrived,
         *routes,
         T,
-        E=E,
+        **_sizes_of_pick(E, pass_, triton.next_power_of_2(T)),
         C=C,
-        SLOTS=k,
-        NORM_TOPK=pass_.norm_topk,
-        ROWS=ROUTER_ROWS,
+        ROWS=rows,
         BLOCK=block,
-        BLOCK_E=triton.next_power_of_2(E),
-        BLOCK_S=triton.next_power_of_2(T * k),
-        warps=max(1, min(8, block // 512)),
+        warps=max(1, min(rows, block // 256)),
     )
 
 
-def _route_prompt(x: Tensor, layer: LayerWeights, pass_: Pass, routes: Routes) -> None:
+def _sizes_of_pick(E: int, pass_: Pass, tokens: int) -> dict[str, int]:
+    k = pass_.experts_per_token
+    sizes = dict(E=E, SLOTS=k, NORM_TOPK=pass_.norm_topk, TOKENS=tokens)
+    return sizes | dict(BLOCK_E=triton.next_power_of_2(E), BLOCK_S=triton.next_power_of_2(k))
+
+
+def _route_many(x: Tensor, layer: LayerWeights, pass_: Pass, routes: Routes) -> None:
     T, C = x.shape
     E, k = layer.router.rows, pass_.experts_per_token
     logits = x.new_empty(T, E, dtype=torch.float32)
     args = (x, layer.ffn_norm, layer.router.data, pass_.norm_eps, layer.router_gain, logits, T)
-    sizes = dict(E=E, C=C, BLOCK_E=16, BLOCK=min(1024, max(16, triton.next_power_of_2(C))))
-    launch(_logits_kernel, (triton.cdiv(T, 16), triton.cdiv(E, 16)), x.device, *args, **sizes)
-    sizes = dict(E=E, SLOTS=k, NORM_TOPK=pass_.norm_topk, BLOCK_E=triton.next_power_of_2(E))
-    launch(_pick_kernel, (T,), x.device, logits, routes.ids, routes.weights, **sizes)
+    rows, most = (8, 2048) if T <= 128 else (32, 1024)
+    block = max(16, min(most, triton.next_power_of_2(C)))
+    warps = max(1, min(8, block // 128))
+    grid = (triton.cdiv(T, 16), triton.cdiv(E, rows))
+    sizes = dict(E=E, C=C, ROWS=rows, PARTS=warps, BLOCK=block)
+    launch(_logits_kernel, grid, x.device, *args, **sizes, warps=warps)
+    args = (logits, routes.ids, routes.weights, T)
+    sizes = _sizes_of_pick(E, pass_, PICKED)
+    launch(_pick_kernel, (triton.cdiv(T, PICKED),), x.device, *args, **sizes)
     block = min(2048, triton.next_power_of_2(T * k))
     args = (routes.ids, routes.order, routes.counts, T * k)
     launch(_sort_kernel, (E,), x.device, *args, BLOCK=block)

@@ -91,7 +91,7 @@ def test_8_bit_tensor_cores_multiply_a_prompt_with_experts(form):
     """Activations, and the weights of INT4, are rounded to E4M3: see the test of dense products."""
     if E4M3.on(DEVICE) is not E4M3_NATIVE:
         pytest.skip("this GPU has none")
-    arguments = expert_arguments(160, 7, 3, 256, 320, torch.float16, form)
+    arguments = expert_arguments(600, 7, 3, 256, 320, torch.float16, form)
     errors = experts_errors(arguments, torch.float16, "auto")
     assert all(2.0**-14 < error < 2.0**-8 for error in errors), errors
 
