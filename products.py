@@ -807,6 +807,11 @@ def few_sizes_of(product: Product, tokens: int) -> FewSizes | None:
     op, x, w, *_ = product
     if tokens > MAX_FEW or x.dtype not in (torch.float16, torch.bfloat16):
         return None
+    # Where launch.json has sizes for many_kernel, that is faster. But it turns nearly all of the L1 into
+    # shared memory, also for the kernels between its launches, and _few_kernel lives on the L1: beside
+    # it, it takes up to 1.6 times as long. So where formats are mixed, all have _few_kernel
+    if not format_of(w).mixed and many_sizes_of(product, tokens):
+        return None
     return few_sizes(x.device, w.bits, op, w.columns, _padded(tokens))
 
 
@@ -842,6 +847,11 @@ def launch_few(
     launch_plan(plan, args, w, rows, epilogue, EXPERTS=experts)
 
 
+# Up to so many rows of x without a norm are put into W's order while they are copied. With more, banks
+# of shared memory that meet cost more time than a kernel that does it before
+ORDERED_IN_COPY = 32
+
+
 @cache
 def _arrived(device: torch.device, tiles: int) -> Tensor:
     """Counters of the programs that share a tile, see is_last. A device runs one product at a
@@ -850,10 +860,15 @@ def _arrived(device: torch.device, tiles: int) -> Tensor:
 
 
 def many_sizes_of(product: Product, each: int) -> ManySizes | None:
-    """How a product of `each` tokens is divided. Returns None where it is the library's."""
-    if not product.w.format or product.x.element_size() != 2:
+    """How a product of `each` tokens is divided. Returns None where another way is faster."""
+    x, w = product.x, product.w
+    if not w.format or x.element_size() != 2:
         return None
-    return many_sizes(product.x.device, product.w.bits, "dense", each)
+    sizes = many_sizes(x.device, w.bits, "dense", each)
+    # Hopper's sizes are for its own kernel, which does not take every matrix
+    if sizes and capability(x.device) == 90 and not _columns_on_hopper(x, w, sizes):
+        return None
+    return sizes
 
 
 def launch_many(
@@ -880,7 +895,9 @@ def launch_many(
     last = (w.bias, count, args, order, counts)
     columns = _columns_on_hopper(product.x, w, sizes)
     if columns:
-        x = product.normed(in_order=True)
+        ordered = product.norm is not None or sizes.block > ORDERED_IN_COPY
+        x = product.normed(in_order=True) if ordered else product.x
+        constants |= dict(X_FORMAT=PLAIN if ordered else format_of(w))
         programs = processors(x.device) * sizes.programs
         shared = (None, None)
         if not slots:

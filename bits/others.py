@@ -171,6 +171,7 @@ class FileGroups(Grouped):
     4 bits, codes4.factors_of makes them 2^24 times as large, which must still fit a half: so `unit`
     is 2^-24 or less if the scales are the halves themselves."""
 
+    mixed: bool = True
     scaling: Scaling = Scaling()
     unit: float = 1.0
     middle: int = 0  # the code that stands for 0 where there is no minimum

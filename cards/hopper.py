@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from cards.sizes import ManySizes
-from formats import Matrix, block_of, row_scale
+from formats import Matrix, block_of, columns_of, row_scale
 from launch import (
     INTERPRETED,
     barrier,
@@ -623,11 +623,14 @@ def _layout_of_x(columns):
 
 
 @jit
-def _copy_x(tile, x, rows, present, step, K: gl.constexpr):
-    """Start to copy rows of x for a step. Those that are not present become zero."""
+def _copy_x(tile, x, rows, present, step, K: gl.constexpr, FORMAT: gl.constexpr):
+    """Start to copy rows of x for a step, to the order of FORMAT. Those that are not present become
+    zero."""
     LAYOUT: gl.constexpr = rows.type.layout.parent
-    columns = step * tile.shape[1] + gl.arange(0, tile.shape[1], gl.SliceLayout(0, LAYOUT))
-    pointers = x + (rows.to(gl.int64)[:, None] * K + columns[None, :])
+    places = step * tile.shape[1] + gl.arange(0, tile.shape[1], gl.SliceLayout(0, LAYOUT))
+    pointers = x + (rows.to(gl.int64)[:, None] * K + columns_of(places, K, FORMAT)[None, :])
+    # Runs of eight columns stay together
+    pointers = gl.max_contiguous(gl.multiple_of(pointers, [16, 16]), [1, 8])
     async_copy.async_copy_global_to_shared(tile, pointers, mask=present[:, None])
 
 
@@ -675,7 +678,7 @@ def _steps_of(tile, work, STEPS: gl.constexpr):
 @jit
 def _load_tiles(
     buffers, full, empty, x, codes, w, work, slots, N, K: gl.constexpr, EXPERTS: gl.constexpr,
-    FORMAT: gl.constexpr, PDL: gl.constexpr,
+    FORMAT: gl.constexpr, X_FORMAT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The group that loads."""
     code_tiles, x_tiles, _ = buffers
@@ -712,7 +715,7 @@ def _load_tiles(
                     mbarrier.wait(empty.index(stage), (i // STAGES - 1) & 1)
                 if i >= STAGES or EXPERTS is not None:
                     _copy_w(buffers, full, stage, codes, w, place, step, K, FORMAT)
-                _copy_x(x_tiles.index(stage), x, x_rows, present, step, K)
+                _copy_x(x_tiles.index(stage), x, x_rows, present, step, K, X_FORMAT)
                 async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
 
 
@@ -892,10 +895,12 @@ def _finish(
 def many_kernel(
     x, codes, w, bias, T, args, order, counts, partial, arrived, N, K: gl.constexpr,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
-    EXPERTS: gl.constexpr, FORMAT: gl.constexpr, EPILOGUE: gl.constexpr, PDL: gl.constexpr,
+    EXPERTS: gl.constexpr, FORMAT: gl.constexpr, X_FORMAT: gl.constexpr, EPILOGUE: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Tiles of ROWS rows of W by TOKENS of T tokens, or of the slots of an expert, COLUMNS columns a
-    step. The steps of all tiles are divided evenly; with experts the tiles are."""
+    step. The steps of all tiles are divided evenly; with experts the tiles are. X_FORMAT: the one in
+    whose order x still has to be put."""
     gdc_launch_dependents(PDL)
     G_SHARED: gl.constexpr = gl.SwizzledSharedLayout(COLUMNS // 32, 1, 1, [1, 0])
     X_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -949,7 +954,10 @@ def many_kernel(
             ),
             (
                 _load_tiles,
-                (buffers, full, empty, x, codes, w, work, slots, N, K, EXPERTS, FORMAT, PDL),
+                (
+                    buffers, full, empty, x, codes, w, work, slots, N, K, EXPERTS, FORMAT,
+                    X_FORMAT, PDL,
+                ),
             ),
         ],
         [LOADERS],

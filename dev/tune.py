@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import bench
-from cards.sizes import nearest, save_tables, tables
+from cards.sizes import many_sizes, nearest, save_tables, tables
 from dev.passes import pass_seconds
 from formats import Matrix
 from launch import capability, triton
@@ -111,6 +111,8 @@ def tune(args: argparse.Namespace) -> None:
     for T, table, candidates in rounds:
         print(f"T = {T}, as it is: {1e6 * seconds_of(T):.1f} us")
         for op, w in products_of(model):
+            if T > 1 and many_sizes(model.device, w.bits, "dense", T):
+                continue  # the kernel of many tokens takes it
             columns = w.columns
             if T == 1 and op == "experts_linear_add":
                 columns *= summed

@@ -132,7 +132,7 @@ def launch_exchange(dtype: torch.dtype, format) -> None:
     terms = exchange_module.Shared(new(2, 8 * 512), [0, 0])
     flags = exchange_module.Shared(torch.zeros(8, 2, dtype=torch.int32), [0, 0])
     exchange = exchange_module.Exchange([w, output], 0, entries, terms, flags)
-    for x in (new(1, 1024), new(3, 1024)):
+    for x in (new(1, 1024), new(3, 1024), new(12, 1024)):
         if exchange.sends(x, w, None):
             exchange.linear_add(x, w, new(len(x), 512))
     exchange.add_terms(w, new(8, 512), False)
@@ -154,6 +154,7 @@ def launch_products(dtype: torch.dtype) -> None:
     for T, format in itertools.product((1, 3, 60, 96), (INT4, E4M3)):
         launch_linear_add(dtype, T, format)
     launch_many(dtype, INT4)
+    launch_linear_add(dtype, 12, INT4)  # where x is put into its order
     launch_linear_add(dtype, 30, others.Q8_K)  # whose steps take the most shared memory
     qk_norm = torch.zeros(2, 128, dtype=dtype)
     for T in (1, 96):

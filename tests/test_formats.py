@@ -284,8 +284,9 @@ def test_many_tokens(form):
     """Tiles of rows and blocks of tokens that are not full; matrices for which several programs
     share a tile on Hopper, and which its own kernel does not take; each epilogue."""
     dtype = torch.float16
-    draws = [(17, 200, 2048), (64, 68, 1024)] + (
-        [(100, 400, 768), (33, 128, 2304)] if ON_GPU else []
+    most = 100 if form.bits == 4 else 50  # above that, the library multiplies E4M3 codes of x
+    draws = [(12, 200, 2048), (17, 200, 2048), (64, 68, 1024)] + (
+        [(most, 400, 768), (33, 128, 2304)] if ON_GPU else []
     )
     for T, N, K in draws:
         w = random_matrix(form, N, K, bias=randn(N, dtype=dtype))
