@@ -45,7 +45,6 @@ does not list take its default sizes."""
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
 from functools import partial
-from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -56,7 +55,7 @@ from torch.nn import functional
 import experts
 from attention import attention, attention_ref, to_cache, to_cache_ref
 from experts import Routes, route, route_ref
-from formats import Format, Matrix
+from formats import Matrix
 from fp8 import E4M3
 from launch import gdc_launch_dependents, gdc_wait, jit, launch, saturated, tl, triton
 from products import (
@@ -74,7 +73,6 @@ from products import (
     silu_mul,
 )
 from sampling import sample, sample_ref
-from settings import FORMAT_ROWS
 
 if TYPE_CHECKING:
     from model import LayerWeights
@@ -527,7 +525,3 @@ def ops(backend: str, accumulate: str = "auto") -> SimpleNamespace:
 
 reference = ops("torch")
 fused = ops("triton")
-
-FORMATS: dict[str, Format] = {
-    name: getattr(import_module(row.module), name.upper()) for name, row in FORMAT_ROWS.items()
-}

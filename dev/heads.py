@@ -22,7 +22,7 @@ import bench
 from dev.passes import device_time, pass_seconds
 from engine import Engine, Timings, generate
 from formats import Format, Matrix
-from kernels import FORMATS
+from loading.place import FORMATS
 from model import LayerWeights, Llama
 from passes import Pass
 from settings import Sampling

@@ -45,7 +45,6 @@ from pathlib import Path
 
 import torch
 
-from kernels import FORMATS
 from loading import hub
 from loading.files import one_line_errors
 from loading.gguf import GgufFile, files_of, read_header
@@ -54,7 +53,7 @@ from loading.layouts import Files, Layout, nothing_in, tensors_for
 from loading.loader import Loader, llama_of
 from loading.meta import MetaFolder
 from loading.names import model_parts, weight_bytes
-from loading.place import DTYPES
+from loading.place import DTYPES, FORMATS
 from loading.place import place as place_of
 from loading.saved import SAVED, SavedFolder, as_saved, filled, is_empty, write_tensors
 from loading.templates import find_template

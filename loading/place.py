@@ -10,6 +10,7 @@ import shutil
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,8 +19,8 @@ import torch
 import launch
 from cards import cpu
 from cards.cpu import storage_dtype
+from formats import Format
 from fp8 import E4M3
-from kernels import FORMATS
 from loading.layouts import StoredTensors
 from loading.names import (
     Formats,
@@ -35,12 +36,15 @@ from model import CPU_CACHE_BYTES, Config
 from passes import LENGTHS
 from products import MAX_FEW
 from ranks.processes import Ranks
-from settings import Options
+from settings import FORMAT_ROWS, Options
 
 if TYPE_CHECKING:
     from loading.checkpoint import Checkpoint
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+FORMATS: dict[str, Format] = {  # in which a model can be encoded
+    name: getattr(import_module(row.module), name.upper()) for name, row in FORMAT_ROWS.items()
+}
 
 # ---- all at once
 

@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from formats import Format, Tensors
-from kernels import FORMATS
 from loading.hugging_face import ORIGINAL_TYPE, SAVED_TYPE
 from loading.layouts import Files, Folder, Layout
 from loading.names import ModelTensor, Part, model_tensors, tensor_in
+from loading.place import FORMATS
 from loading.quantised import Wanted
 from loading.reading import FileTensor
 from loading.tensors import Found, Spans, Stored, columns_in, files_for, floats

@@ -14,9 +14,9 @@ import transformers
 from safetensors.torch import load_file
 
 from fp8 import E4M3
-from kernels import FORMATS
 from loading import place
 from loading.checkpoint import Checkpoint, load, read_config, save
+from loading.place import FORMATS
 from loading.templates import TEMPLATES, find_template
 from session import Session
 from tests.helpers import (

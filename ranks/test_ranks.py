@@ -23,10 +23,9 @@ import products
 from bits.int4 import INT4
 from engine import Engine
 from formats import Matrix
-from kernels import FORMATS
 from loading.checkpoint import load, save
 from loading.names import formats_of
-from loading.place import check_groups
+from loading.place import FORMATS, check_groups
 from model import Llama
 from passes import Passes
 from ranks import exchange as exchange_module

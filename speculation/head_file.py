@@ -17,13 +17,12 @@ from torch import Tensor
 
 from cards.cpu import in_cpu_layout, storage_dtype
 from formats import Matrix
-from kernels import FORMATS
 from loading import hub
 from loading.files import Fields, one_line_errors
 from loading.hugging_face import NAMES, config_of
 from loading.layouts import NOT_NEEDED, Files, joined, misfits
 from loading.names import Part, layer_tensors, layer_weights
-from loading.place import free_memory
+from loading.place import FORMATS, free_memory
 from loading.quantised import Wanted
 from loading.reading import read
 from loading.tensors import Found, Stored, files_for, flaw, floats

@@ -597,6 +597,21 @@ def test_a_head_of_the_hub_is_downloaded_once(hub, tmp_path, monkeypatch):
     assert find_head("someone/tiny") == folder
 
 
+def test_a_head_of_the_hub_by_name(hub, tiny, cli, tmp_path):
+    """As a person gives it; the text is what it is without."""
+    model = tmp_path / "model"
+    size = read_config(tiny).vocab_size
+    hugging_face_model(size, num_key_value_heads=2, num_hidden_layers=LAYERS).save_pretrained(model)
+    shutil.copy(tiny / "tokenizer.model", model)
+    hub.files = of_hub(eagle_head(tmp_path / "head", vocab_size=size))
+    flags = ("-m", model, "-p", "Once", "-n", 20, "--temp", 0, "--dtype", "fp32")
+    code, text, said = cli(*flags)
+    assert code == 0, said
+    code, same, said = cli(*flags, "--draft", "someone/tiny", "--draft-always")
+    assert (code, same) == (0, text) and "tokens a pass" in said, said
+    assert hub.fetched() == ["config.json", "model.safetensors"]
+
+
 def test_a_head_of_the_hub_in_shards(hub, target, tmp_path):
     """Of which one has not been downloaded."""
     head = eagle_head(tmp_path / "head")

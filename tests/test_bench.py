@@ -11,10 +11,10 @@ import transformers
 import bench
 from engine import Engine
 from fp8 import E4M3
-from kernels import FORMATS
 from loading import random_model
 from loading.checkpoint import load, open_tokenizer
 from loading.names import formats_of, weight_bytes
+from loading.place import FORMATS
 from talk import bench_flags
 from tests.helpers import (
     NAN,

@@ -18,10 +18,9 @@ from bits.int4 import INT4
 from cards import cpu
 from formats import Matrix
 from fp8 import E4M3, E5M2
-from kernels import FORMATS
 from launch import tl
 from loading.checkpoint import load, save
-from loading.place import pick_dtype
+from loading.place import FORMATS, pick_dtype
 from tests.helpers import (
     DEVICE,
     FILE_FORMATS,

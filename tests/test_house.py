@@ -16,11 +16,10 @@ import bench
 import run
 import serve
 from engine import generate
-from kernels import FORMATS
 from loading import ggml
 from loading.checkpoint import load, open_tokenizer
 from loading.names import formats_of, matrix_shapes
-from loading.place import check_memory, memory_of
+from loading.place import FORMATS, check_memory, memory_of
 from loading.random_model import random_config
 from model import Config
 from ranks.processes import Ranks
