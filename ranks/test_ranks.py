@@ -186,11 +186,13 @@ def test_ranks_that_divide_256_columns_of_int4(copy):
         loaded(load(folder, device="cpu"), INT4, Ranks(0, 2))
 
 
-@pytest.mark.parametrize("format, several", [(None, 5), (fp8.E4M3, 13)])
-def test_exchange_adds_and_gathers(format, several):
+@pytest.mark.parametrize("format, several, columns", [
+    (None, 5, (40, 24, 56)), (fp8.E4M3, 13, (40, 24, 56)), (fp8.E4M3, 12, (256, 128, 512)),
+], ids=["fp16", "e4m3", "e4m3, wide"])  # fmt: skip
+def test_exchange_adds_and_gathers(format, several, columns):
     """Three ranks in one process, each with its own memory; one token or several; a vocabulary that
     is not evenly divided."""
-    C, V, columns, halves = 72, 101, (40, 24, 56), partial(randn, dtype=torch.float16)
+    C, V, halves = 72, 101, partial(randn, dtype=torch.float16)
     biases = halves(C), None, None  # rank 0 adds it
     terms_of = lambda: [Matrix(halves(C, k), bias=bias) for k, bias in zip(columns, biases)]
     sums = [encoded(terms_of(), format) for _ in range(2)]
