@@ -1,6 +1,6 @@
 """What a server is asked: a class for each path."""
 
-from talk.llamacpp import InfillRequest, LlamaCppCompletionRequest
+from talk.llamacpp import ApplyTemplateRequest, InfillRequest, LlamaCppCompletionRequest
 from talk.messages import CountRequest, MessagesRequest
 from talk.openai import (
     ChatCompletionRequest,
@@ -19,6 +19,7 @@ ENDPOINTS: dict[str, type[ModelRequest]] = {
     "/responses": ResponsesRequest,
     "/messages": MessagesRequest,
     "/messages/count_tokens": CountRequest,
+    "/apply-template": ApplyTemplateRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }

@@ -1,13 +1,16 @@
-"""llama.cpp's own requests, which editors send: the text that follows a prompt, and the text between
-two others."""
+"""llama.cpp's own requests, which editors send: the text that follows a prompt, the text between two
+others, and a chat as the model would read it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic_core import to_json
 
 from talk.openai import (
     Account,
+    ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
     Strict,
@@ -75,6 +78,15 @@ class Contents(Account):
 
 class LlamaCppCompletionRequest(LlamaCppRequest, CompletionRequest):
     """A request for the text that follows a prompt."""
+
+
+class ApplyTemplateRequest(ChatCompletionRequest):
+    """A request for a chat as the model would read it."""
+
+    is_stream: ClassVar[bool] = False
+
+    def answer(self, session: Writer, *_) -> Iterator[bytes]:
+        return iter([to_json({"prompt": self.prompt(session).text})])
 
 
 class Extra(Strict):

@@ -552,6 +552,18 @@ def test_serve_tokens_of_a_text(server):
         assert status == 400 and answer["error"]["param"] == name
 
 
+def test_serve_a_chat_as_the_model_reads_it(server):
+    """Its ids by /tokenize are those of the prompt that a chat's answer counts."""
+    for more in {}, {"stream": True}:
+        status, _, answer = server.ask("/apply-template", dict(messages=FOX) | more)
+        assert status == 200 and FOX[0]["content"] in answer["prompt"]
+    told = server.ask("/tokenize", dict(content=answer["prompt"]))[2]["tokens"]
+    used = server.ask(CHATS, dict(messages=FOX, max_tokens=1))[2]["usage"]
+    assert used["prompt_tokens"] in (len(told), 1 + len(told)), "the first may be a bos"
+    status, _, answer = server.ask("/apply-template", {})
+    assert status == 400 and answer["error"]["param"] == "messages"
+
+
 def test_serve_origins_and_keys(server, tiny):
     asks = {"Access_Control_Request_Method": "POST"}
     asks["Access_Control_Request_Headers"] = "authorization,content-type"
