@@ -155,7 +155,8 @@ def _route_kernel(
             _sort(chosen, order, counts, E, SLOTS, BLOCK_E)
 
 
-# More tokens: their logits by tensor cores, then programs for a few tokens, then one for each expert.
+# More tokens: their logits by tensor cores, then programs for a few tokens each, then one for each
+# expert.
 
 
 @jit

@@ -807,9 +807,9 @@ def few_sizes_of(product: Product, tokens: int) -> FewSizes | None:
     op, x, w, *_ = product
     if tokens > MAX_FEW or x.dtype not in (torch.float16, torch.bfloat16):
         return None
-    # Where launch.json has sizes for many_kernel, that is faster. But it turns nearly all of the L1 into
-    # shared memory, also for the kernels between its launches, and _few_kernel lives on the L1: beside
-    # it, it takes up to 1.6 times as long. So where formats are mixed, all have _few_kernel
+    # Where launch.json has sizes for many_kernel, that is faster. But it makes shared memory of nearly
+    # all of the L1, also for the kernels between its launches, and _few_kernel needs the L1: beside
+    # many_kernel it takes up to 1.6 times as long. So where formats are mixed, all have _few_kernel
     if not format_of(w).mixed and many_sizes_of(product, tokens):
         return None
     return few_sizes(x.device, w.bits, op, w.columns, _padded(tokens))
@@ -847,8 +847,8 @@ def launch_few(
     launch_plan(plan, args, w, rows, epilogue, EXPERTS=experts)
 
 
-# Up to so many rows of x without a norm are put into W's order while they are copied. With more, banks
-# of shared memory that meet cost more time than a kernel that does it before
+# Up to so many rows of x without a norm are put into W's order as they are copied. With more, what
+# arrives together in the same banks of shared memory costs more time than a kernel that does it first
 ORDERED_IN_COPY = 32
 
 

@@ -899,8 +899,8 @@ def many_kernel(
     PDL: gl.constexpr,
 ):  # fmt: skip
     """Tiles of ROWS rows of W by TOKENS of T tokens, or of the slots of an expert, COLUMNS columns a
-    step. The steps of all tiles are divided evenly; with experts the tiles are. X_FORMAT: the one in
-    whose order x still has to be put."""
+    step. The steps of all tiles are divided evenly; with experts the tiles are. X_FORMAT: that into
+    whose order x is put on the way."""
     gdc_launch_dependents(PDL)
     G_SHARED: gl.constexpr = gl.SwizzledSharedLayout(COLUMNS // 32, 1, 1, [1, 0])
     X_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16)

@@ -93,10 +93,10 @@ def tables() -> dict[str, Any]:
     few_rows  exact capability: SplitSizes of cards/hopper.py's kernel for a few rows, whose tiles
               are 16 positions per warp
 
-    Hopper's are measured. "few" and "many" of 100 are those of 80. Those of 86, which 89 shares, and of 120 are
-    derived: such an SM has 100 kB of shared memory and 48 warps and reads 8 to 11 GB/s, so that 10
-    kB in flight are enough. All programs of a stream fit on the SMs at once, and 4096 rows divide
-    evenly among 128 SMs (an RTX 4090's), or nearly so among 170 (a 5090's).
+    Hopper's are measured. "few" and "many" of 100 are those of 80. Those of 86, which 89 shares,
+    and of 120 are derived: such an SM has 100 kB of shared memory and 48 warps and reads 8 to 11
+    GB/s, so that 10 kB in flight are enough. All programs of a stream fit on the SMs at once, and
+    4096 rows divide evenly among 128 SMs (an RTX 4090's), or nearly so among 170 (a 5090's).
     """
 
     def with_numbers(table: dict) -> dict:

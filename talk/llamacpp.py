@@ -1,5 +1,5 @@
-"""llama.cpp's own requests, which editors send: the text that follows a prompt, the text between two
-others, and a chat as the model would read it."""
+"""llama.cpp's own requests, which editors send: the text that follows a prompt, the text between
+two others, and a chat as the model would read it."""
 
 from __future__ import annotations
 
