@@ -30,8 +30,9 @@ def check_room(count: int, size: int, least: bool = False) -> None:
     """Raise ContextFull if a text of this many tokens does not fit into a context of this size.
     least: it may have more."""
     if count > size:
-        has = f"the text has {'at least ' if least else ''}{count} tokens"
-        raise ContextFull(f"{has}; the context holds {size} (ctx_size)")
+        # the words by which agents know that they have to shorten a conversation
+        what = f"prompt is too long: {'at least ' if least else ''}{count} tokens > {size} maximum"
+        raise ContextFull(f"{what}; it exceeds the available context size (ctx_size)")
 
 
 class Score(NamedTuple):

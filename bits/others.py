@@ -221,6 +221,8 @@ class FileGroups(Grouped):
 class FileGroups4(codes4.Codes4, FileGroups):
     """FileGroups with codes of 4 bits, stored as bits/codes4.py describes: int32 [N, K / 8]."""
 
+    mixed: bool = True
+
     def code_shapes(self, N: int, K: int) -> Shapes:
         return {"codes": (torch.int32, (N, K // 8))}
 

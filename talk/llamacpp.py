@@ -33,6 +33,11 @@ FIM_MARKS = [
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),
     ("<PRE>", "<SUF>", "<MID>"),
 ]
+# What else ends the text between, also where a checkpoint does not say so
+FIM_ENDS = (
+    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "<|fim_repo|>", "<fim-repo>", "<|repo_name|>",
+    "<reponame>", "<REPO>", "<|file_sep|>", "▁<EOT>", "<EOT>",
+)  # fmt: skip
 STOP_TYPES = {"eos": "eos", "stop": "word", "length": "limit", "context": "limit"}
 
 
@@ -40,15 +45,16 @@ class LlamaCppRequest(GenerationRequest):
     """Answers as llama.cpp writes them."""
 
     def account(self, answers: list[Answer], session: Writer, model: str) -> Account:
-        return Contents(answers, model)
+        return Contents(answers, session, model)
 
 
 class Contents(Account):
     """What llama.cpp tells of texts."""
 
-    def __init__(self, answers: list[Answer], model: str):
+    def __init__(self, answers: list[Answer], session: Writer, model: str):
         self.answers = answers
         self.model = model
+        self.settings = {"n_ctx": session.ctx_size}
 
     def add(self, index: int, parts: list[Part], logprobs: Sequence[Logprob]) -> bytes:
         said = {"index": index, "stop": False}
@@ -72,6 +78,7 @@ class Contents(Account):
             "truncated": False,
             "stop_type": STOP_TYPES.get(text.ended_by, "none"),
             "stopping_word": text.stop,
+            "generation_settings": self.settings,
             "timings": timings([text]),
         }
 
@@ -109,7 +116,24 @@ class InfillRequest(LlamaCppRequest):
             raise ValueError("this model has no marks for the text between two others (FIM)")
         encode = lambda text: tokenizer.vocabulary.encode_chat(text, [], after=True)
         before, after, between = map(tokenizer.control.get, known[0])
-        extra = "".join(f"{file.filename}\n{file.text}\n\n" for file in self.input_extra)
-        prefix = encode(extra + self.input_prefix + self.prompt)
-        ids = tokenizer.encode("") + [before, *prefix, after, *encode(self.input_suffix), between]
+        begin = tokenizer.encode("")
+        others = "".join(f"{file.filename}\n{file.text}\n\n" for file in self.input_extra)
+        new = self.max_tokens if self.max_tokens >= 0 else session.ctx_size // 8
+        room = session.ctx_size - min(new, session.ctx_size // 2) - len(begin) - len(known[0])
+        texts = map(encode, (others, self.input_prefix + self.prompt, self.input_suffix))
+        others, prefix, suffix = fitted(*texts, room)
+        ids = [*begin, before, *others, *prefix, after, *suffix, between]
+        ends = [tokenizer.control[name] for name in FIM_ENDS if name in tokenizer.control]
+        self.stop_token_ids = [*self.stop_token_ids, *ends]
         return answers_to(ids, self, session)
+
+
+def fitted(
+    others: list[int], prefix: list[int], suffix: list[int], room: int
+) -> tuple[list[int], list[int], list[int]]:
+    """What of these texts fits into so many tokens: of the suffix the beginning, a quarter of the room or
+    what the prefix leaves, of the prefix the end, and the end of other files in what is left."""
+    after = min(len(suffix), max(room // 4, room - len(prefix)))
+    before = min(len(prefix), room - after)
+    rest = min(len(others), room - after - before)
+    return others[len(others) - rest :], prefix[len(prefix) - before :], suffix[:after]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
 from talk.openai import (
     INT_END,
@@ -17,6 +17,7 @@ from talk.openai import (
     as_tool_call,
     event,
     must_be,
+    read_arguments,
     text_of,
 )
 from talk.tools import Answer, Part
@@ -200,21 +201,12 @@ class Reply(Items):
     def whole(self) -> dict:
         blocks = [each for each in self.message["content"] if each["type"] == "tool_use"]
         for block, call in zip(blocks, self.answer.calls):
-            block["input"] = object_of(call.arguments)
+            block["input"] = read_arguments(call.arguments)
         return self.message
 
     def _of_block(self, name: str, **fields) -> bytes:
         index = len(self.message["content"]) - 1
         return typed_event(f"content_block_{name}", index=index, **fields)
-
-
-def object_of(arguments: str) -> dict:
-    """The object that a model wrote as a call's arguments; if they are cut, what there is of it."""
-    try:
-        value = from_json(arguments, allow_partial="trailing-strings")
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def usage(answer: Answer) -> dict:

@@ -147,7 +147,6 @@ class Account:
 # Fields of OpenAI, llama.cpp and vLLM that change the text and are not supported, with their values
 # that change nothing: only these are accepted. All other unknown fields are ignored, such as user
 # and store, or dry_base, which has no effect without a dry_multiplier
-SAMPLERS = ["penalties", "top_k", "top_p", "min_p", "temperature"]
 UNSUPPORTED = dict(
     # several texts, tools, another prompt
     best_of=[1], use_beam_search=[False], functions=[[]],
@@ -156,24 +155,38 @@ UNSUPPORTED = dict(
     # samplers
     bad_words=[[]], allowed_token_ids=[[]], typical_p=[1], top_n_sigma=[-1, 0], top_a=[0], tfs_z=[1], mirostat=[0],
     dynatemp_range=[0], smoothing_factor=[0], dry_multiplier=[0], xtc_probability=[0],
-    adaptive_target=[-1], no_repeat_ngram_size=[0], min_keep=[0], samplers=[SAMPLERS],
+    adaptive_target=[-1], no_repeat_ngram_size=[0], min_keep=[0],
     # the end of the text
-    include_stop_str_in_output=[False], n_indent=[0],
-    t_max_predict_ms=[0, -1],
+    include_stop_str_in_output=[False],
 )  # fmt: skip
 # of Session.generate, under the same names
 OPTIONS = {"stop", "ignore_eos", "min_tokens", "stop_token_ids", "logit_bias", *SETTINGS}
 
 
-def sampler_order(value: object) -> object:
-    """An order of samplers in llama.cpp's names or letters, as those among them that this program
-    has: the others are off, as their settings have to be."""
-    if not isinstance(value, str | list):
-        return value
+# Samplers by llama.cpp's names, in the order in which they are applied, and what turns each off
+SAMPLERS = {
+    "penalties": dict(repeat_penalty=1, presence_penalty=0, frequency_penalty=0),
+    "top_k": dict(top_k=0),
+    "top_p": dict(top_p=1),
+    "min_p": dict(min_p=0),
+    "temperature": dict(temp=1),
+}
+
+
+def samplers_off(order: object) -> dict[str, float]:
+    """The settings of samplers that llama.cpp's order of samplers, in names or letters, leaves out.
+    Others than ours are ignored: they are off, as their settings have to be. Raises APIError."""
+    wrong = f"samplers must be absent or names in the order {', '.join(SAMPLERS)}"
+    if not isinstance(order, str | list):
+        raise APIError(wrong, param="samplers")
     other_names = dict(zip("ekpmt", SAMPLERS), temp="temperature", nucleus="top_p")
-    names = [str(name).replace("-", "_") for name in value]
+    names = [str(name).replace("-", "_") for name in order]
     names = [other_names.get(name, name) for name in names]
-    return [name for name in names if name in SAMPLERS]
+    on = [name for name in names if name in SAMPLERS]
+    if on != [name for name in SAMPLERS if name in on]:
+        raise APIError(wrong, param="samplers")
+    off = [SAMPLERS[name] for name in SAMPLERS if name not in on]
+    return {name: value for settings in off for name, value in settings.items()}
 
 
 LIMITS = "max_completion_tokens", "max_tokens", "n_predict"  # the last one is llama.cpp's
@@ -237,10 +250,17 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=INT_END)]], Field(max_le
 
 
 class Strict(BaseModel):
-    """Takes no value of another type, such as "1" or true for 1. Unknown fields are ignored. The
-    first error ends the reading: only one is told, and a list may have millions."""
+    """Takes no value of another type, such as "1" or true for 1. Unknown fields are ignored, and null
+    means absent. The first error ends the reading: only one is told, and a list may have millions."""
 
     model_config = ConfigDict(strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, fields: object) -> object:
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if value is not None}
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type, handler: GetCoreSchemaHandler):
@@ -260,8 +280,17 @@ def text_of(content: str | list | None) -> str:
 
 
 def read_arguments(arguments: object) -> object:
-    """Arguments of a call as chat templates know them. Raises ValueError."""
-    return from_json(arguments or "{}") if isinstance(arguments, str) else arguments
+    """Arguments of a call as chat templates know them, an object. What a model wrote may be none: then
+    it is what there is of one that was cut, or the text as the only argument."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = from_json(arguments, allow_partial="trailing-strings")
+    except ValueError:
+        value = arguments.strip()
+    if isinstance(value, dict):
+        return value
+    return {"arguments": arguments} if value else {}
 
 
 class Function(Strict):
@@ -291,7 +320,7 @@ class Message(Strict):
     ] = ""
     tool_calls: Annotated[
         list[ToolCall] | None,
-        must_be("a list of calls of functions, whose arguments must be an object of JSON"),
+        must_be("a list of calls of functions, each with a name and arguments"),
         AfterValidator(lambda calls: calls or None),
     ] = None
     tool_call_id: str | None = None
@@ -303,8 +332,7 @@ class Message(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> Message:
-        called = self.role == "assistant" and self.tool_calls
-        if "content" not in self.model_fields_set and not called:
+        if "content" not in self.model_fields_set and self.role != "assistant":
             raise PydanticCustomError("wrong", "content is missing")
         if self.role == "tool" and self.tool_call_id is None:
             raise PydanticCustomError("wrong", "tool_call_id is missing")
@@ -329,6 +357,18 @@ class NamedTool(Strict):
     function: Named
 
 
+class AllowedTools(Strict):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedToolsChoice(Strict):
+    """Some of the tools, as if there were no others."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 def schemas(tools: list[dict]) -> dict[str, dict]:
     """The JSON schemas of the arguments of tools, by their names."""
     functions = [tool["function"] for tool in tools]
@@ -337,8 +377,8 @@ def schemas(tools: list[dict]) -> dict[str, dict]:
 
 Tool = Annotated[dict, AfterValidator(is_tool)]
 ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | NamedTool,
-    must_be("none, auto, required, or one of the functions"),
+    Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice,
+    must_be("none, auto, required, one of the functions, or allowed_tools"),
 ]
 
 
@@ -347,11 +387,11 @@ def schema_of(format: object) -> dict | bool | None:
     match format:
         case {"type": "text"}:
             return None
-        case {"type": "json_object", **more} if isinstance(more.get("schema", {}), dict):
-            return {"type": "object"} | more.get("schema", {})  # llama.cpp's
+        case {"type": "json_object", **more} if isinstance(more.get("schema") or {}, dict):
+            return {"type": "object"} | (more.get("schema") or {})  # llama.cpp's
         case {"type": "json_schema", "json_schema": {"schema": dict() | bool() as schema}}:
             return schema
-        case {"type": "json_schema", "json_schema": dict() as named} if "schema" not in named:
+        case {"type": "json_schema", "json_schema": dict() as named} if named.get("schema") is None:
             return {}
     what = "must be of the type text, json_object, or json_schema with a json_schema"
     raise PydanticCustomError("wrong", what)
@@ -516,25 +556,34 @@ class GenerationRequest(Filters):
     def refuse_unsupported(cls, fields: dict) -> dict:
         """A field that this class has is supported, whatever UNSUPPORTED says."""
         for name, values in UNSUPPORTED.items():
-            if name not in fields or name in cls.names():
+            if fields.get(name) is None or name in cls.names():
                 continue
             accepted = [to_json(value) for value in values]  # as JSON, where true is not 1
-            value = fields[name]
-            if name == "samplers":
-                value = sampler_order(value)
-            if to_json(value) not in accepted:
+            if to_json(fields[name]) not in accepted:
                 only = f"{name} must be absent or {accepted[0].decode()}"
                 raise APIError(f"{only}: nothing else is supported", param=name)
         return fields
 
+    @model_validator(mode="before")
+    @classmethod
+    def apply_samplers(cls, fields: dict) -> dict:
+        """With an order of samplers, those that it leaves out are off."""
+        if fields.get("samplers") is None:
+            return fields
+        off = samplers_off(fields["samplers"])
+        hidden = {alias for name in off for alias in cls.names_of(name)}
+        return {name: v for name, v in fields.items() if name not in hidden} | off
+
+    @classmethod
+    def names_of(cls, field: str) -> list[str]:
+        """What a field is called in a body."""
+        aliases = cls.model_fields[field].validation_alias
+        return aliases.choices if aliases else [field]
+
     @classmethod
     def names(cls) -> set[str]:
         """What its fields are called in a body."""
-        names = set()
-        for name, field in cls.model_fields.items():
-            aliases = field.validation_alias
-            names.update(aliases.choices if aliases else [name])
-        return names
+        return {name for field in cls.model_fields for name in cls.names_of(field)}
 
     def options(self, index: int) -> dict:
         """Arguments of Session.generate and Session.chat for one of the choices. The first has the
@@ -672,6 +721,11 @@ class ChatCompletionRequest(GenerationRequest):
     def _check(self) -> ChatCompletionRequest:
         if self.top_logprobs and not self.logprobs:
             raise APIError("top_logprobs needs logprobs: true", param="top_logprobs")
+        if isinstance(self.tool_choice, AllowedToolsChoice):
+            allowed = self.tool_choice.allowed_tools
+            names = {tool.function.name for tool in allowed.tools}
+            self.tools = [tool for tool in self.tools if tool["function"]["name"] in names]
+            self.tool_choice = allowed.mode
         names = [tool["function"]["name"] for tool in self.tools]
         choice = self.tool_choice
         if choice == "required" and not names:
@@ -861,14 +915,13 @@ class DetokenizeRequest(ModelRequest):
 
 
 def parse_request(body: bytes, kind: type[ModelRequest]) -> ModelRequest:
-    """What a request's body asks for; null means absent. Raises APIError."""
+    """What a request's body asks for. Raises APIError."""
     try:
         fields = from_json(body)
     except ValueError as error:
         raise APIError(f"the body is not JSON in UTF-8: {error}") from None
     if not isinstance(fields, dict):
         raise APIError("the body must be an object of JSON")
-    fields = {name: value for name, value in fields.items() if value is not None}
     for name, value in fields.items():
         if isinstance(value, float) and value.is_integer():  # 5.0 is 5: JSON has one kind of number
             fields[name] = int(value)
@@ -887,8 +940,8 @@ def first_error(error: ValidationError) -> APIError:
     """What is wrong with the first field that is."""
     first, *_ = error.errors(include_url=False, include_input=False)
     name, *place = first["loc"]
-    if name == "messages" and place:
-        name = f"messages[{place[0]}]"
+    if place and isinstance(place[0], int):
+        name = f"{name}[{place[0]}]"
         if len(place) > 1:
             name += f".{place[1]}"
     return APIError(f"{name}: {first['msg']}", param=name)

@@ -59,16 +59,13 @@ class ResponsesRequest(TranslatedRequest):
             if name in self.model_extra:
                 message = f"{name}: nothing is stored here; send the whole conversation"
                 raise APIError(message, param=name)
-        choice = self.tool_choice
-        if isinstance(choice, dict):
-            choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
         functions = [tool for tool in self.tools if tool.get("type") == "function"]
         return {
             "messages": self.messages(),
             "tools": [
                 as_tool(*map(tool.get, ("name", "description", "parameters"))) for tool in functions
             ],
-            "tool_choice": choice,
+            "tool_choice": self.chat_choice(),
             "max_tokens": self.max_output_tokens,
             "reasoning_effort": self.reasoning.get("effort"),
             "response_format": self.response_format(),
@@ -103,6 +100,17 @@ class ResponsesRequest(TranslatedRequest):
             thought = ""
         return with_one_system(messages)
 
+    def chat_choice(self) -> str | dict:
+        match self.tool_choice:
+            case {"type": "allowed_tools", "mode": mode, "tools": [*tools]}:
+                return {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": mode, "tools": [*map(as_choice, tools)]},
+                }
+            case dict():
+                return as_choice(self.tool_choice)
+        return self.tool_choice
+
     def response_format(self) -> dict | None:
         match self.text.get("format"):
             case {"type": "json_schema", **format}:
@@ -112,6 +120,11 @@ class ResponsesRequest(TranslatedRequest):
 
     def account(self, answers: list[Answer], session: Writer, model: str) -> Account:
         return Response(self, answers[0], model)
+
+
+def as_choice(tool: dict) -> dict:
+    """One of the tools, as a chat names it."""
+    return {"type": tool.get("type"), "function": {"name": tool.get("name")}}
 
 
 class Response(Items):

@@ -190,11 +190,53 @@ def test_calls_come_back_to_the_template(scripted):
         '<think>Hm.</think><tool_call>{"name": "get_weather", "arguments": {"city": "<|im_end|>"}}'
         in prompt
     )
-    call["function"]["arguments"] = "[1]"
-    for wrong in "[1]", "{", '{"a": }':
-        call["function"]["arguments"] = wrong
-        with pytest.raises(APIError, match=r"messages\[1\].*arguments must be an object of JSON"):
-            scripted.object(CHATS, messages=again)
+    # whatever a model wrote can be sent back
+    for wrote, read in (
+        ('{"city": "Bon', {"city": "Bon"}), ("{", {}), ("", {}), (" ", {}), ("null", {}), (None, {}),
+        ("[1]", {"arguments": "[1]"}), ('{"a": "C:\\x"}', {"arguments": '{"a": "C:\\x"}'}),
+    ):  # fmt: skip
+        call["function"]["arguments"] = wrote
+        scripted.say("Fine.")
+        scripted.object(CHATS, messages=again, tools=[TOOL])
+        written = json.dumps(read, ensure_ascii=False)
+        assert f'"name": "get_weather", "arguments": {written}}}' in scripted.prompts[-1], wrote
+    call["function"]["arguments"] = 5
+    with pytest.raises(APIError, match=r"messages\[1\].tool_calls: must be a list of calls"):
+        scripted.object(CHATS, messages=again)
+
+
+def test_some_of_the_tools(scripted):
+    """In the words of both of OpenAI's APIs."""
+    other = {"type": "function", "function": {"name": "other"}}
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named]}}
+    body = ASKED | dict(tools=[TOOL, other], tool_choice=choice)
+    scripted.say(CALL)
+    scripted.object(CHATS, **body)
+    assert "get_weather" in scripted.prompts[-1] and '"other"' not in scripted.prompts[-1]
+    choice["allowed_tools"]["mode"] = "required"
+    assert ChatCompletionRequest(**body).forced().keys() == {"get_weather"}
+    tools = [{"type": "function", "name": name} for name in ("get_weather", "other")]
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": tools[:1]}
+    scripted.say(CALL)
+    scripted.object("/responses", input="a", tools=tools, tool_choice=choice, top_logprobs=2)
+    assert "get_weather" in scripted.prompts[-1] and '"other"' not in scripted.prompts[-1]
+    choice["tools"] = [{"type": "function", "name": "another"}]
+    with pytest.raises(APIError, match="there are no tools"):
+        choice["mode"] = "required"
+        scripted.object("/responses", input="a", tools=tools, tool_choice=choice)
+
+
+def test_null_means_absent(scripted):
+    scripted.say("Fine.")
+    tool = {"name": "a", "description": None, "input_schema": {"type": "object"}}
+    choice = {"type": "auto", "disable_parallel_tool_use": None}
+    body = dict(messages=ASKED["messages"], max_tokens=5, tools=[tool], tool_choice=choice)
+    assert scripted.object("/messages", **body)["type"] == "message"
+    format = {"type": "json_schema", "json_schema": {"name": "a", "schema": None, "strict": None}}
+    scripted.object(CHATS, **ASKED, response_format=format, max_tokens=2)
+    with pytest.raises(APIError, match=r"tools\[0\].description: "):
+        scripted.object("/messages", **body | {"tools": [tool | {"description": 5}]})
 
 
 def test_thinking(scripted):
@@ -224,7 +266,7 @@ def test_tools_that_are_refused(scripted):
     ):  # fmt: skip
         with pytest.raises(APIError) as refused:
             scripted.object(CHATS, **ASKED | body)
-        assert refused.value.param == name, body
+        assert refused.value.param.partition("[")[0] == name, body
 
 
 def test_infill(scripted, monkeypatch):
@@ -252,3 +294,25 @@ def test_infill(scripted, monkeypatch):
     assert after[-1] == 7 and decode(after[1:-1]).strip() == "c"
     with pytest.raises(APIError, match="no marks"):
         scripted.object("/infill", input_prefix="a", input_suffix="b")
+
+
+def test_infill_in_a_long_file(scripted, monkeypatch):
+    """What is next to the gap counts; what else ends a text is not written into the file."""
+    marks = {"<fim_prefix>": 5, "<fim_suffix>": 6, "<fim_middle>": 7, "<fim_pad>": 8}
+    monkeypatch.setattr(scripted.session.tokenizer, "control", marks)
+    prompts = []
+    monkeypatch.setattr(prompts_module, "check_prompt", lambda ids, _: prompts.append(ids))
+    scripted.say("x", "x")
+    body = dict(input_prefix="ab " * 2000 + "yz", input_suffix="cd " * 2000, n_predict=100)
+    body |= dict(samplers=["top_k", "top_p", "infill"], n_indent=4, t_max_predict_ms=250)
+    said = scripted.object("/infill", **body, input_extra=[{"filename": None, "text": "t " * 999}])
+    size = said["generation_settings"]["n_ctx"]
+    (ids,) = prompts
+    assert len(ids) == size - 100 and ids.index(7) == len(ids) - 1
+    decode, at = scripted.session.tokenizer.decode, ids.index(6)
+    assert decode(ids[:at]).endswith("yz") and decode(ids[at + 1 : -1]).strip().startswith("cd")
+    assert 0.2 < (len(ids) - at) / len(ids) < 0.3
+    body = dict(input_prefix="a", input_suffix="", logit_bias=[[8, 100]], n_predict=6)
+    scripted.session.model.ops.sample = scripted.sample
+    said = scripted.object("/infill", **body)
+    assert said["stop_type"] != "limit" and said["tokens_predicted"] <= 1

@@ -24,7 +24,9 @@ class TranslatedRequest(TextRequest):
 
     @model_validator(mode="after")
     def _translate(self) -> TranslatedRequest:
-        fields = self.model_extra | self.chat_fields() | {"n": 1}
+        # in their answers log-probabilities have no place
+        alone = {"n": 1, "logprobs": None, "top_logprobs": None}
+        fields = self.model_extra | self.chat_fields() | alone
         given = {name: value for name, value in fields.items() if value is not None}
         self._chat = checked(given, ChatCompletionRequest)
         return self

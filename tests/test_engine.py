@@ -661,7 +661,7 @@ def test_context_to_its_last_place(tiny, kv_fp8, backend):
         engine, prompt = Engine(model, 2, size), [5, 6][:size]
         expected = whole[: size - len(prompt)]
         assert together(engine, [prompt, prompt], -1) == [expected] * 2
-        with pytest.raises(ContextFull, match=f"has {size + 1} tokens; the context holds {size}"):
+        with pytest.raises(ContextFull, match=f"too long: {size + 1} tokens > {size} maximum"):
             greedy(model, [7] * (size + 1), -1, engine)
 
 

@@ -424,13 +424,13 @@ def test_wrong_usage_exits_2_in_one_line(monkeypatch, capfd, main, flags, said):
     (["-f", "nofile"], b"", "nofile"),
     (["-f", ""], b"", "No such file"),
     (["-p", "-"], b"abc\xff", "standard input is not UTF-8: byte 0xff at offset 3"),
-    (["-p", "Once upon a time there was a fox", "-c", "4"], b"", "the context holds 4"),
+    (["-p", "Once upon a time there was a fox", "-c", "4"], b"", "tokens > 4 maximum"),
     (["-p", "a", "--device", "tpu"], b"", "unknown device 'tpu'"),
     (["-p", "a", "--accumulate", "fp16"], b"", "accumulate fp16 needs a GPU"),
     (["-p", "a", "--int4"], b"", "w2 has 112 columns; int4 needs a multiple of 32"),
     (["-p", "a\udcffb"], b"", "the text is not UTF-8: it holds U+DCFF at 1"),
     (["-f", "/dev/zero"], b"", "/dev/zero has more than 64,000,000 bytes"),
-    (["--chat", "-p", "tell me a tale " * 60, "-c", "64"], b"", "the context holds 64"),
+    (["--chat", "-p", "tell me a tale " * 60, "-c", "64"], b"", "tokens > 64 maximum"),
     (["--chat", "-sys", "good day, crow!", "-c", "8"], b"", "the system prompt takes"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_of_error(cli, tiny, arguments, stdin, expected):
