@@ -498,6 +498,10 @@ def _launch_split(q: Tensor, k: Tensor, v: Tensor, out: Tensor, pass_: Pass) -> 
     padded = min(triton.next_power_of_2(rows), SPLIT_ROWS)
     block_m = max(padded, least)
     block_n = sizes.block if D <= 128 else max(sizes.block // 2, least)
+    stages = sizes.stages
+    if rows > 1 and q.element_size() == 4:  # which takes twice the shared memory
+        block_n = min(block_n, max(least, 4096 // constants["BLOCK_D"]))
+        stages = 1
     blocks = triton.cdiv(rows, block_m)
     splits = _splits(sizes, q.device, KH * blocks * N)
     constants |= dict(
@@ -514,7 +518,7 @@ def _launch_split(q: Tensor, k: Tensor, v: Tensor, out: Tensor, pass_: Pass) -> 
         launch(_single_attention_kernel, grid, q.device, *args, **constants)
     else:
         constants |= dict(G=H // KH, BLOCKS=blocks, BLOCK_M=block_m, ROWS=padded)
-        launch(_split_attention_kernel, grid, q.device, *args, **constants, stages=sizes.stages)
+        launch(_split_attention_kernel, grid, q.device, *args, **constants, stages=stages)
 
 
 def _launch_few_rows(
@@ -549,8 +553,10 @@ def _launch_prompt(
         hopper.prompt_attention(q, k, v, out, segments, scales[0], positions_at_once, in_pool)
         return
     scales, constants = _constants(q, k)
-    # These fit into the 99 KB of shared memory that the smallest cards have
-    if D > 128:
+    # These fit into the 99 kB of shared memory that the smallest cards have
+    if q.element_size() == 4:
+        block_m, block_n, stages = (32, 16, 2) if D > 128 else (64, 32, 2)
+    elif D > 128:
         block_m, block_n, stages = 64, 32, 2
     elif T > 64:
         block_m, block_n, stages = 128, 64, 3
@@ -562,7 +568,7 @@ def _launch_prompt(
         BLOCK_N=block_n,
         POSITIONS_AT_ONCE=positions_at_once,
         FP16_SUMS=fp16_sums,
-        warps=block_m // 16,
+        warps=max(4, block_m // 16),
         stages=stages,
     )
     grid = (triton.cdiv(T, block_m) * H,)

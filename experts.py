@@ -29,6 +29,7 @@ from formats import Experts, Matrix
 from fp8 import E4M3, E4M3_NATIVE
 from launch import (
     EMULATED,
+    capability,
     constexpr,
     gdc_launch_dependents,
     gdc_wait,
@@ -44,8 +45,8 @@ if TYPE_CHECKING:
     from model import LayerWeights
     from passes import Pass
 
-FUSED = 8  # up to so many tokens, one kernel does all that a router does
-PICKED = 4  # tokens whose experts a program picks, if there are more
+FEW_ROUTED = 8  # up to so many tokens, one kernel does all that a router does
+PICKED = 4  # tokens of a program of _pick_kernel, for more
 LOWEST = constexpr(torch.finfo(torch.float32).min)
 
 
@@ -172,9 +173,7 @@ def _logits_kernel(
     PART: tl.constexpr = BLOCK // PARTS
     offs_c = tl.arange(0, PARTS)[:, None, None] * PART + tl.arange(0, PART)[None, None, :]
     w_rows = w + tl.minimum(rows, E - 1)[None, :, None] * C
-    w_tiles = ()
-    for c in tl.static_range(0, C, BLOCK):
-        w_tiles += (tl.load(w_rows + c + offs_c, mask=c + offs_c < C, other=0.0),)
+    tile = tl.load(w_rows + offs_c, mask=offs_c < C, other=0.0)
     gdc_wait(PDL)
     x_rows = x + tl.minimum(t, T - 1).to(tl.int64)[None, :, None] * C
     x_tiles = ()
@@ -188,7 +187,8 @@ def _logits_kernel(
     for c in tl.static_range(0, C, BLOCK):
         factors = tl.load(norm + c + offs_c, mask=c + offs_c < C, other=0.0).to(tl.float32)
         normed = x_tiles[c // BLOCK].to(tl.float32) * inv_rms[None, :, None] * factors
-        tile = w_tiles[c // BLOCK]
+        if c > 0:
+            tile = tl.load(w_rows + c + offs_c, mask=c + offs_c < C, other=0.0)
         normed = normed.to(tile.dtype)
         if EMULATED:  # the interpreter's own bf16 products are wrong
             normed, tile = normed.to(tl.float32), tile.to(tl.float32)
@@ -240,7 +240,7 @@ def route(x: Tensor, layer: LayerWeights, pass_: Pass) -> Routes | None:
     routes = Routes(numbers(T, k), x.new_empty(T, k, dtype=torch.float32))
     if T > 1:
         routes = routes._replace(order=numbers(T * k), counts=numbers(E))
-    if T > FUSED:
+    if T > FEW_ROUTED:
         _route_many(x, layer, pass_, routes)
     else:
         _route_few(x, layer, pass_, routes)
@@ -250,7 +250,7 @@ def route(x: Tensor, layer: LayerWeights, pass_: Pass) -> Routes | None:
 def _route_few(x: Tensor, layer: LayerWeights, pass_: Pass, routes: Routes) -> None:
     T, C = x.shape
     E = layer.router.rows
-    logits = pass_.scratch.zeros("router logits", FUSED, E)
+    logits = pass_.scratch.zeros("router logits", FEW_ROUTED, E)
     arrived = pass_.scratch.zeros("router arrived", 1, dtype=torch.int32)
     args = (x, layer.ffn_norm, layer.router.data, pass_.norm_eps, layer.router_gain)
     block = triton.next_power_of_2(C)
@@ -283,8 +283,10 @@ def _route_many(x: Tensor, layer: LayerWeights, pass_: Pass, routes: Routes) -> 
     E, k = layer.router.rows, pass_.experts_per_token
     logits = x.new_empty(T, E, dtype=torch.float32)
     args = (x, layer.ffn_norm, layer.router.data, pass_.norm_eps, layer.router_gain, logits, T)
-    rows, most = (8, 2048) if T <= 128 else (32, 1024)
-    block = max(16, min(most, triton.next_power_of_2(C)))
+    rows = 8 if T <= 128 else 32
+    # bytes of a row at a time, for the 227 kB of shared memory that these have, or for 99
+    most = (4096 if capability(x.device) in (90, 100) else 2048) // (1 if T <= 128 else 2)
+    block = max(16, min(most // layer.router.data.element_size(), triton.next_power_of_2(C)))
     warps = max(1, min(8, block // 128))
     grid = (triton.cdiv(T, 16), triton.cdiv(E, rows))
     sizes = dict(E=E, C=C, ROWS=rows, PARTS=warps, BLOCK=block)

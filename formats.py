@@ -91,7 +91,7 @@ class Format:
     # to E4M3; 0 in others
     e4m3_bound: float = 0.0
     codes_each: int = 1  # codes in an element of the first tensor
-    mixed: bool = False  # whether a model may have it beside formats that other kernels multiply
+    mixed: bool = False  # whether models mix it with formats that need other kernels
     # How many columns share an element of each tensor but the first and, where rows have scales, the
     # last. None if the first tensor is not all of the codes. cards/hopper.py multiplies many tokens where
     # these are at least 32: it takes 8-bit codes in order, and 4-bit ones as bits/codes4.py has them

@@ -807,12 +807,17 @@ def few_sizes_of(product: Product, tokens: int) -> FewSizes | None:
     op, x, w, *_ = product
     if tokens > MAX_FEW or x.dtype not in (torch.float16, torch.bfloat16):
         return None
-    # Where launch.json has sizes for many_kernel, that is faster. But it makes shared memory of nearly
-    # all of the L1, also for the kernels between its launches, and _few_kernel needs the L1: beside
-    # many_kernel it takes up to 1.6 times as long. So where formats are mixed, all have _few_kernel
-    if not format_of(w).mixed and many_sizes_of(product, tokens):
+    if goes_to_many(product, tokens):
         return None
     return few_sizes(x.device, w.bits, op, w.columns, _padded(tokens))
+
+
+def goes_to_many(product: Product, tokens: int) -> bool:
+    """Whether so few tokens have many_kernel: where launch.json has sizes for it, it is faster. But it
+    makes shared memory of nearly all of the L1, also for the kernels between its launches, and
+    _few_kernel needs the L1: beside many_kernel it may take 1.6 times as long. So where a model mixes
+    formats, all of them have _few_kernel."""
+    return not format_of(product.w).mixed and many_sizes_of(product, tokens) is not None
 
 
 def _padded(tokens: int) -> int:
@@ -847,24 +852,24 @@ def launch_few(
     launch_plan(plan, args, w, rows, epilogue, EXPERTS=experts)
 
 
-# Up to so many rows of x without a norm are put into W's order as they are copied. With more, what
-# arrives together in the same banks of shared memory costs more time than a kernel that does it first
+# Up to so many rows of x without a norm are put into W's order as they are copied. With more, bank
+# conflicts cost more than a kernel that reorders x first
 ORDERED_IN_COPY = 32
 
 
 @cache
 def _arrived(device: torch.device, tiles: int) -> Tensor:
-    """Counters of the programs that share a tile, see is_last. A device runs one product at a
+    """Counters of the programs that share a tile of many_kernel. A device runs one product at a
     time."""
     return torch.zeros(tiles, dtype=torch.int32, device=device)
 
 
-def many_sizes_of(product: Product, each: int) -> ManySizes | None:
-    """How a product of `each` tokens is divided. Returns None where another way is faster."""
+def many_sizes_of(product: Product, tokens: int) -> ManySizes | None:
+    """How a product of so many tokens is divided. Returns None where another way is faster."""
     x, w = product.x, product.w
     if not w.format or x.element_size() != 2:
         return None
-    sizes = many_sizes(x.device, w.bits, "dense", each)
+    sizes = many_sizes(x.device, w.bits, "dense", tokens)
     # Hopper's sizes are for its own kernel, which does not take every matrix
     if sizes and capability(x.device) == 90 and not _columns_on_hopper(x, w, sizes):
         return None
@@ -891,7 +896,7 @@ def launch_many(
         rows, count = w.rows // len(counts), len(order)
         blocks = min(count, triton.cdiv(count, sizes.block) + len(counts) - 1)
     row_tiles = triton.cdiv(rows, sizes.rows)
-    constants = dict(TOKENS=sizes.block, ROWS=sizes.rows, STAGES=sizes.stages, EXPERTS=experts)
+    constants = dict(TOKENS=sizes.block, ROWS=sizes.rows, EXPERTS=experts)
     last = (w.bias, count, args, order, counts)
     columns = _columns_on_hopper(product.x, w, sizes)
     if columns:
@@ -909,11 +914,11 @@ def launch_many(
         constants |= dict(COLUMNS=columns, STAGES=hopper.stages(w, sizes, columns))
         constants |= dict(maxnreg=hopper.registers(sizes.warps, sizes.programs))
         plan = Plan(hopper.many_kernel, (programs,), sizes.warps, constants)
-        codes = hopper.codes(w, sizes, columns)
+        codes = hopper.codes_descriptor(w, sizes, columns)
         launch_plan(plan, (x, codes, w.tensors, *last, *shared), w, rows, epilogue)
     else:
         x = product.normed()
-        block = min(sizes.columns, 128) * 2 // x.element_size()
+        block = max(64, min(sizes.columns, 128) * 2 // x.element_size())
         constants |= dict(BLOCK=block, STAGES=min(4, sizes.stages))
         plan = Plan(_many_kernel, (row_tiles, blocks), sizes.warps, constants)
         launch_plan(plan, (x, x_scales, w.tensors, *last), w, rows, epilogue)

@@ -520,10 +520,10 @@ def attends_few(q: Tensor, longest: int, rows: int) -> bool:
 #      bits/codes4.py keeps just these in the four words of 32 columns. So a thread reads its word of
 #      each four from shared memory, decodes it, and has its part of W in registers. Codes of 8 bits
 #      are read two at a time. As in attention of a prompt, one group of warps loads: codes by TMA, the
-#      numbers of groups and x by cp.async. The columns of x are already in W's order: if they were
-#      reordered while being copied, pieces that arrive together would conflict in the banks of shared
-#      memory, whose bandwidth limits this kernel. The columns of a step are decoded in parts: tensor
-#      cores multiply one while the next is being decoded.
+#      numbers of groups and x by cp.async. The columns of x are already in W's order, unless there
+#      are few rows and no norm comes before: reordered while being copied, pieces that arrive together
+#      conflict in the banks of shared memory, whose bandwidth limits this kernel. The columns of a
+#      step are decoded in parts: tensor cores multiply one while the next is being decoded.
 #
 #      A program takes steps of neighbouring tiles without a pause, so that loads stay in flight, and
 #      all programs have equally many. Where several share a tile, the one that has its first steps
@@ -899,8 +899,8 @@ def many_kernel(
     PDL: gl.constexpr,
 ):  # fmt: skip
     """Tiles of ROWS rows of W by TOKENS of T tokens, or of the slots of an expert, COLUMNS columns a
-    step. The steps of all tiles are divided evenly; with experts the tiles are. X_FORMAT: that into
-    whose order x is put on the way."""
+    step. The steps of all tiles are divided evenly; with experts the tiles are. X_FORMAT: the format
+    into whose order x is put while it is copied."""
     gdc_launch_dependents(PDL)
     G_SHARED: gl.constexpr = gl.SwizzledSharedLayout(COLUMNS // 32, 1, 1, [1, 0])
     X_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -975,7 +975,7 @@ SHARED_MEMORY = 227 * 1024  # bytes that the programs of an SM may have
 HAND_OVER = 16 * 1024  # bytes of it that handing over a program's sums takes at most
 
 
-def codes(w: Matrix, sizes: ManySizes, columns: int) -> TensorDescriptor:
+def codes_descriptor(w: Matrix, sizes: ManySizes, columns: int) -> TensorDescriptor:
     """The codes of W in tiles of `columns` columns."""
     return descriptor(w.data, [sizes.rows, columns // w.format.codes_each])
 
@@ -988,4 +988,6 @@ def stages(w: Matrix, sizes: ManySizes, columns: int) -> int:
     bytes_of_row += sum(t.itemsize for t in groups) * columns // 32
     step = sizes.rows * bytes_of_row + sizes.block * columns * 2
     others = min(HAND_OVER, sizes.rows * sizes.block * 4) + 256  # with the barriers
-    return min(sizes.stages, (SHARED_MEMORY // sizes.programs - others) // step)
+    # each program takes 1 kB more than it asks for
+    room = (SHARED_MEMORY + 1024) // sizes.programs - 1024
+    return min(sizes.stages, (room - others) // step)

@@ -86,17 +86,18 @@ def tables() -> dict[str, Any]:
               FewSizes. null stands for the library, or for the kernel of prompts with experts:
               where that was faster, and for 16-bit weights on cards that were not measured
     many      bits per weight, "dense", "experts" or "codes", tokens, or slots for each expert on
-              average: ManySizes. "codes" are prompts with experts in E4M3. null stands for the
-              library, with few enough tokens for "few", or instead of codes for decoded values
+              average: ManySizes. "codes" are prompts with experts in E4M3. null stands for "few" up
+              to 16 tokens and then for the library, or instead of codes for decoded values
     single_rows  segments of one query row per key/value head each: SplitSizes
     split     query rows of a segment per key/value head, if there are several: SplitSizes
     few_rows  exact capability: SplitSizes of cards/hopper.py's kernel for a few rows, whose tiles
               are 16 positions per warp
 
-    Hopper's are measured. "few" and "many" of 100 are those of 80. Those of 86, which 89 shares,
-    and of 120 are derived: such an SM has 100 kB of shared memory and 48 warps and reads 8 to 11
-    GB/s, so that 10 kB in flight are enough. All programs of a stream fit on the SMs at once, and
-    4096 rows divide evenly among 128 SMs (an RTX 4090's), or nearly so among 170 (a 5090's).
+    Hopper's are measured. "few" and "many" of 100 are those of 80. "stream" of 86, which 89 shares,
+    and of 120 is derived, as is what else 120 has: such an SM has 100 kB of shared memory and 48
+    warps and reads 8 to 11 GB/s, so that 10 kB in flight are enough. All programs of a stream fit on
+    the SMs at once, and 4096 rows divide evenly among 128 SMs (an RTX 4090's), or nearly so among
+    170 (a 5090's).
     """
 
     def with_numbers(table: dict) -> dict:

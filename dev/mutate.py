@@ -904,8 +904,8 @@ MUTANTS = [
     Mutant("serve.py", 'if name != self.about["id"]:', "if False:", "serve_paths"),
     Mutant(
         "talk/openai.py",
-        "if name not in fields or name in cls.names():",
-        "if name not in fields:",
+        "if fields.get(name) is None or name in cls.names():",
+        "if fields.get(name) is None:",
         "refuses_no_field",
     ),
     Mutant(

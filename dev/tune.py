@@ -19,12 +19,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import bench
-from cards.sizes import many_sizes, nearest, save_tables, tables
+from cards.sizes import nearest, save_tables, tables
 from dev.passes import pass_seconds
 from formats import Matrix
 from launch import capability, triton
 from model import Llama
 from passes import Passes
+from products import Product, goes_to_many
 from talk import bench_flags
 from talk.cli import Parser, use_safe_streams
 
@@ -111,8 +112,9 @@ def tune(args: argparse.Namespace) -> None:
     for T, table, candidates in rounds:
         print(f"T = {T}, as it is: {1e6 * seconds_of(T):.1f} us")
         for op, w in products_of(model):
-            if T > 1 and many_sizes(model.device, w.bits, "dense", T):
-                continue  # the kernel of many tokens takes it
+            x = torch.empty(T, w.columns, dtype=model.dtype, device=model.device)
+            if T > 1 and goes_to_many(Product(op, x, w), T):
+                continue
             columns = w.columns
             if T == 1 and op == "experts_linear_add":
                 columns *= summed

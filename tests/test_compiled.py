@@ -23,6 +23,7 @@ from bits import int4, others
 from bits.int4 import INT4
 from cards import hopper
 from cards import sizes as launch_sizes
+from formats import Matrix
 from fp8 import E4M3, E5M2
 from ranks import exchange as exchange_module
 from sampling import Sampler, Sampling
@@ -39,6 +40,7 @@ from tests.helpers import (
     encoded,
     expert_arguments,
     op_arguments,
+    pass_of_experts,
 )
 from training import ops as training
 
@@ -147,6 +149,15 @@ def launch_experts(dtype: torch.dtype, T: int, format) -> None:
     kernels.fused.linear_add(h, layer.w2, x, routes)
 
 
+def launch_routers(dtype: torch.dtype) -> None:
+    """Of Qwen3-30B-A3B, with a few tokens, more, and a prompt."""
+    router = Matrix(torch.zeros(128, 2048, dtype=dtype))
+    norm = torch.zeros(2048, dtype=dtype)
+    layer = SimpleNamespace(ffn_norm=norm, router=router, router_gain=1.0)
+    for T in (3, 16, 200):
+        kernels.fused.route(torch.zeros(T, 2048, dtype=dtype), layer, pass_of_experts(8))
+
+
 def launch_products(dtype: torch.dtype) -> None:
     """With one token, a few, many and a prompt; with norms of heads, other ranks and experts."""
     for T in (1, 3, 96):
@@ -162,6 +173,7 @@ def launch_products(dtype: torch.dtype) -> None:
     launch_exchange(dtype, None)
     for T, format in ((1, None), (1, INT4), (3, E4M3), (40, None)):
         launch_experts(dtype, T, format)
+    launch_routers(dtype)
     for norm in (None, torch.zeros(512, dtype=dtype)):
         products.encode_rows(torch.zeros(3, 512, dtype=dtype), norm, 1e-5)
 
@@ -256,6 +268,10 @@ def compile_kernels(arch: int) -> None:
     launch_training(torch.float16, every_shape=arch == 80)
     if arch == 80:
         launch_formats()
+        launch_routers(torch.float32)
+        launch_experts(torch.float32, 40, INT4)
+        for T, heads in ((16, (8, 2, 128)), (40, (8, 2, 128)), (16, (8, 2, 256))):
+            launch_ops(["attention"], torch.float32, T, heads)
         launch_products(torch.bfloat16)
         launch_training(torch.bfloat16, every_shape=True)
     if arch in (80, 90):
