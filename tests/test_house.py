@@ -166,7 +166,7 @@ def test_manual_has_all_flags_and_paths(capsys):
     }
     described = flags_of(run.main, capsys) | flags_of(serve.main, capsys)
     assert named == described - ignored
-    paths = re.findall(r"`/v1(/[\w/]+)`", MANUAL)
+    paths = re.findall(r"`/v1(/[\w/-]+)`", MANUAL)
     assert ENDPOINTS.keys() | {"/models"} <= {*paths}
     defaults = {row[0]: row[1] for row in rows_below(MANUAL, "| flag | default")}
     for name in FILTERS:
