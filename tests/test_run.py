@@ -430,7 +430,7 @@ def test_wrong_usage_exits_2_in_one_line(monkeypatch, capfd, main, flags, said):
     (["-p", "a", "--int4"], b"", "w2 has 112 columns; int4 needs a multiple of 32"),
     (["-p", "a\udcffb"], b"", "the text is not UTF-8: it holds U+DCFF at 1"),
     (["-f", "/dev/zero"], b"", "/dev/zero has more than 64,000,000 bytes"),
-    (["--chat", "-p", "tell me a tale " * 60, "-c", "64"], b"", "tokens > 64 maximum"),
+    (["--chat", "-p", "tell me a tale " * 60, "-c", "64"], b"", "the context holds 64"),
     (["--chat", "-sys", "good day, crow!", "-c", "8"], b"", "the system prompt takes"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_of_error(cli, tiny, arguments, stdin, expected):
