@@ -755,7 +755,9 @@ def experts_errors(arguments: tuple, dtype: torch.dtype, accumulate: str) -> tup
     # places
     same = (routes.ids == chosen.ids).double().mean()
     assert same == 1 if T <= experts.FEW_ROUTED else same > 0.95
-    assert torch.allclose(routes.weights, chosen.weights, atol=1e-2 if T > experts.FEW_ROUTED else 1e-5)
+    assert torch.allclose(
+        routes.weights, chosen.weights, atol=1e-2 if T > experts.FEW_ROUTED else 1e-5
+    )
     h = fused.rmsnorm_swiglu(x, layer, pass_, routes)
     right = kernels.reference.rmsnorm_swiglu(exact, exact_layer, pass_, routes)
     residual = randn(T, x.shape[1], dtype=dtype, scale=0.1)

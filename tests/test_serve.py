@@ -423,7 +423,11 @@ def test_serve_refuses_wrong_fields(server):
         wrong = [(name, v) for name, values in (WRONG_FIELDS | more).items() for v in values]
         for name, value in wrong:
             status, _, answer = server.ask(path, good | {name: value})
-            assert status == 400 and answer["error"]["param"].partition("[")[0] == name, (path, name, value)
+            assert status == 400 and answer["error"]["param"].partition("[")[0] == name, (
+                path,
+                name,
+                value,
+            )
             assert name in answer["error"]["message"] and answer["error"]["code"] == "invalid"
     user = FOX[0]
     for message in (
