@@ -284,7 +284,7 @@ def _route_many(x: Tensor, layer: LayerWeights, pass_: Pass, routes: Routes) -> 
     logits = x.new_empty(T, E, dtype=torch.float32)
     args = (x, layer.ffn_norm, layer.router.data, pass_.norm_eps, layer.router_gain, logits, T)
     rows = 8 if T <= 128 else 32
-    # bytes of a row at a time, for the 227 kB of shared memory that these have, or for 99
+    # bytes of a row at a time, so that they fit into 227 kB of shared memory, or into GeForce's 99
     most = (4096 if capability(x.device) in (90, 100) else 2048) // (1 if T <= 128 else 2)
     block = max(16, min(most // layer.router.data.element_size(), triton.next_power_of_2(C)))
     warps = max(1, min(8, block // 128))

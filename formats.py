@@ -15,7 +15,7 @@ from __future__ import annotations  # tl.constexpr is not evaluated where there 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,6 +69,8 @@ class Format:
         floats [COLUMNS] in the interpreter; sum_x: the sums of each `sum_x` of them.
     """
 
+    mixed: ClassVar[bool] = False  # whether models mix it with formats that need other kernels
+
     name: str
     bits: int  # per weight: launch sizes are listed by it
     load: Callable
@@ -91,7 +93,6 @@ class Format:
     # to E4M3; 0 in others
     e4m3_bound: float = 0.0
     codes_each: int = 1  # codes in an element of the first tensor
-    mixed: bool = False  # whether models mix it with formats that need other kernels
     # How many columns share an element of each tensor but the first and, where rows have scales, the
     # last. None if the first tensor is not all of the codes. cards/hopper.py multiplies many tokens where
     # these are at least 32: it takes 8-bit codes in order, and 4-bit ones as bits/codes4.py has them

@@ -27,8 +27,8 @@ offsets, load its first tile of weights. The rules that keep this correct:
 - a kernel waits once, or a second time where the first was for the rows of W that it has to load.
   No wait is in a loop: Triton 3.7.1 may move loads above a wait inside one (triton issue 11905).
   bits/stream.py is a deliberate exception: its loads of W are meant to move above the wait,
-  and whatever has to come after it stands in the same branch. So is the product of many tokens in
-  cards/hopper.py, whose loads stay below: the machine code was read.
+  and whatever has to come after it stands in the same branch. The product of many tokens in
+  cards/hopper.py waits in a loop as well; in its PTX the loads stay below the wait.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton

@@ -813,10 +813,10 @@ def few_sizes_of(product: Product, tokens: int) -> FewSizes | None:
 
 
 def goes_to_many(product: Product, tokens: int) -> bool:
-    """Whether so few tokens have many_kernel: where launch.json has sizes for it, it is faster. But it
-    makes shared memory of nearly all of the L1, also for the kernels between its launches, and
-    _few_kernel needs the L1: beside many_kernel it may take 1.6 times as long. So where a model mixes
-    formats, all of them have _few_kernel."""
+    """Whether many_kernel multiplies even so few tokens: where it is faster, launch.json has sizes for
+    it. It turns nearly all of the L1 into shared memory, also for the kernels between its launches,
+    and _few_kernel needs the L1: beside many_kernel it may take 1.6 times as long. So where a model
+    mixes formats, _few_kernel multiplies all of them."""
     return not format_of(product.w).mixed and many_sizes_of(product, tokens) is not None
 
 

@@ -30,7 +30,7 @@ def check_room(count: int, size: int, least: bool = False) -> None:
     """Raise ContextFull if a text of this many tokens does not fit into a context of this size.
     least: it may have more."""
     if count > size:
-        # the words by which agents know that they have to shorten a conversation
+        # agents know these words, and shorten the conversation
         what = f"prompt is too long: {'at least ' if least else ''}{count} tokens > {size} maximum"
         raise ContextFull(f"{what}; it exceeds the available context size (ctx_size)")
 

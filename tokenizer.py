@@ -31,6 +31,11 @@ TURN_MARKS = ("<|im_start|>", "<|im_end|>")
 PADDING = 4096
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
+# What ends the text of models that fill in the middle
+FIM_ENDS = (
+    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",
+    "<|fim_repo|>", "<fim-repo>", "<|repo_name|>", "<REPO>", "<reponame>", "<|file_sep|>",
+)  # fmt: skip
 THINK, THOUGHT = "<think>", "</think>"  # around what is thought, at the beginning of an answer
 
 Span = tuple[int, int]  # of characters: start, end

@@ -171,7 +171,8 @@ class FileGroups(Grouped):
     4 bits, codes4.factors_of makes them 2^24 times as large, which must still fit a half: so `unit`
     is 2^-24 or less if the scales are the halves themselves."""
 
-    mixed: bool = True
+    mixed = True
+
     scaling: Scaling = Scaling()
     unit: float = 1.0
     middle: int = 0  # the code that stands for 0 where there is no minimum
@@ -220,8 +221,6 @@ class FileGroups(Grouped):
 @dataclass(frozen=True, eq=False)
 class FileGroups4(codes4.Codes4, FileGroups):
     """FileGroups with codes of 4 bits, stored as bits/codes4.py describes: int32 [N, K / 8]."""
-
-    mixed: bool = True
 
     def code_shapes(self, N: int, K: int) -> Shapes:
         return {"codes": (torch.int32, (N, K // 8))}

@@ -520,10 +520,10 @@ def attends_few(q: Tensor, longest: int, rows: int) -> bool:
 #      bits/codes4.py keeps just these in the four words of 32 columns. So a thread reads its word of
 #      each four from shared memory, decodes it, and has its part of W in registers. Codes of 8 bits
 #      are read two at a time. As in attention of a prompt, one group of warps loads: codes by TMA, the
-#      numbers of groups and x by cp.async. The columns of x are already in W's order, unless there
-#      are few rows and no norm comes before: reordered while being copied, pieces that arrive together
-#      conflict in the banks of shared memory, whose bandwidth limits this kernel. The columns of a
-#      step are decoded in parts: tensor cores multiply one while the next is being decoded.
+#      numbers of groups and x by cp.async. The columns of x are already in W's order, except for a
+#      few rows without a norm: if they were reordered while being copied, pieces that arrive together
+#      would conflict in the banks of shared memory, whose bandwidth limits this kernel. The columns of
+#      a step are decoded in parts: tensor cores multiply one while the next is being decoded.
 #
 #      A program takes steps of neighbouring tiles without a pause, so that loads stay in flight, and
 #      all programs have equally many. Where several share a tile, the one that has its first steps
@@ -624,7 +624,7 @@ def _layout_of_x(columns):
 
 @jit
 def _copy_x(tile, x, rows, present, step, K: gl.constexpr, FORMAT: gl.constexpr):
-    """Start to copy rows of x for a step, to the order of FORMAT. Those that are not present become
+    """Start to copy rows of x for a step, in the order of FORMAT. Those that are not present become
     zero."""
     LAYOUT: gl.constexpr = rows.type.layout.parent
     places = step * tile.shape[1] + gl.arange(0, tile.shape[1], gl.SliceLayout(0, LAYOUT))

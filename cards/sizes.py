@@ -87,7 +87,7 @@ def tables() -> dict[str, Any]:
               where that was faster, and for 16-bit weights on cards that were not measured
     many      bits per weight, "dense", "experts" or "codes", tokens, or slots for each expert on
               average: ManySizes. "codes" are prompts with experts in E4M3. null stands for "few" up
-              to 16 tokens and then for the library, or instead of codes for decoded values
+              to 16 tokens, for the library with more, and for decoded values instead of codes
     single_rows  segments of one query row per key/value head each: SplitSizes
     split     query rows of a segment per key/value head, if there are several: SplitSizes
     few_rows  exact capability: SplitSizes of cards/hopper.py's kernel for a few rows, whose tiles

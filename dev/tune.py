@@ -112,9 +112,10 @@ def tune(args: argparse.Namespace) -> None:
     for T, table, candidates in rounds:
         print(f"T = {T}, as it is: {1e6 * seconds_of(T):.1f} us")
         for op, w in products_of(model):
-            x = torch.empty(T, w.columns, dtype=model.dtype, device=model.device)
-            if T > 1 and goes_to_many(Product(op, x, w), T):
-                continue
+            if T > 1:
+                x = torch.empty(T, w.columns, dtype=model.dtype, device=model.device)
+                if goes_to_many(Product(op, x, w), T):
+                    continue
             columns = w.columns
             if T == 1 and op == "experts_linear_add":
                 columns *= summed

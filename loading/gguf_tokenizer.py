@@ -9,7 +9,7 @@ import struct
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tokenizer import TURN_MARKS
+from tokenizer import FIM_ENDS, TURN_MARKS
 
 if TYPE_CHECKING:
     from loading.gguf import GGUF
@@ -23,9 +23,7 @@ ENDS = (
     "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|im_end|>", "<|end|>",
     "<end_of_turn>", "<end_of_utterance>", "</s>", "<eos>", "[EOS]", "<EOT>", "_<EOT>", "[EOT]",
     "[e~[", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|return|>", "<|call|>", "<|calls|>",
-    "<|flush|>", "<turn|>", "<|tool_response>",
-    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",  # of models that fill in the middle
-    "<|fim_repo|>", "<fim-repo>", "<|repo_name|>", "<REPO>", "<reponame>", "<|file_sep|>",
+    "<|flush|>", "<turn|>", "<|tool_response>", *FIM_ENDS,
 )  # fmt: skip
 # Tokens with a name: what a file's keys call it, and its id unless the file says otherwise
 NAMED = {

@@ -19,6 +19,7 @@ from talk.openai import (
     timings,
 )
 from talk.tools import Answer, Part
+from tokenizer import FIM_ENDS
 
 if TYPE_CHECKING:
     from prompts import Writer
@@ -33,11 +34,7 @@ FIM_MARKS = [
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),
     ("<PRE>", "<SUF>", "<MID>"),
 ]
-# What else ends the text between, also where a checkpoint does not say so
-FIM_ENDS = (
-    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "<|fim_repo|>", "<fim-repo>", "<|repo_name|>",
-    "<reponame>", "<REPO>", "<|file_sep|>", "▁<EOT>", "<EOT>",
-)  # fmt: skip
+ENDS = (*FIM_ENDS, "▁<EOT>", "<EOT>")  # of the text between, whatever a checkpoint says
 STOP_TYPES = {"eos": "eos", "stop": "word", "length": "limit", "context": "limit"}
 
 
@@ -118,12 +115,13 @@ class InfillRequest(LlamaCppRequest):
         before, after, between = map(tokenizer.control.get, known[0])
         begin = tokenizer.encode("")
         others = "".join(f"{file.filename}\n{file.text}\n\n" for file in self.input_extra)
-        new = self.max_tokens if self.max_tokens >= 0 else session.ctx_size // 8
-        room = session.ctx_size - min(new, session.ctx_size // 2) - len(begin) - len(known[0])
+        size = session.ctx_size
+        new = self.max_tokens if self.max_tokens >= 0 else size // 8
+        room = size - min(new, size // 2) - len(begin) - len(known[0])
         texts = map(encode, (others, self.input_prefix + self.prompt, self.input_suffix))
         others, prefix, suffix = fitted(*texts, room)
         ids = [*begin, before, *others, *prefix, after, *suffix, between]
-        ends = [tokenizer.control[name] for name in FIM_ENDS if name in tokenizer.control]
+        ends = [tokenizer.control[name] for name in ENDS if name in tokenizer.control]
         self.stop_token_ids = [*self.stop_token_ids, *ends]
         return answers_to(ids, self, session)
 
@@ -131,8 +129,9 @@ class InfillRequest(LlamaCppRequest):
 def fitted(
     others: list[int], prefix: list[int], suffix: list[int], room: int
 ) -> tuple[list[int], list[int], list[int]]:
-    """What of these texts fits into so many tokens: of the suffix the beginning, a quarter of the room or
-    what the prefix leaves, of the prefix the end, and the end of other files in what is left."""
+    """The parts of these texts that fit into `room` tokens: the beginning of the suffix, in a quarter of
+    the room or in what the prefix leaves; the end of the prefix; and the end of the other files, in
+    what is left."""
     after = min(len(suffix), max(room // 4, room - len(prefix)))
     before = min(len(prefix), room - after)
     rest = min(len(others), room - after - before)

@@ -174,8 +174,9 @@ SAMPLERS = {
 
 
 def samplers_off(order: object) -> dict[str, float]:
-    """The settings of samplers that llama.cpp's order of samplers, in names or letters, leaves out.
-    Others than ours are ignored: they are off, as their settings have to be. Raises APIError."""
+    """The settings that turn off the samplers which llama.cpp's `samplers`, in names or letters, leaves
+    out. Samplers that this program lacks may be named: their own settings have to be off. Raises
+    APIError."""
     wrong = f"samplers must be absent or names in the order {', '.join(SAMPLERS)}"
     if not isinstance(order, str | list):
         raise APIError(wrong, param="samplers")
@@ -280,8 +281,8 @@ def text_of(content: str | list | None) -> str:
 
 
 def read_arguments(arguments: object) -> object:
-    """Arguments of a call as chat templates know them, an object. What a model wrote may be none: then
-    it is what there is of one that was cut, or the text as the only argument."""
+    """The arguments of a call as the object that chat templates expect. A model may have written
+    something else: what there is of an object that was cut off, or any text as the only argument."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -572,7 +573,7 @@ class GenerationRequest(Filters):
             return fields
         off = samplers_off(fields["samplers"])
         hidden = {alias for name in off for alias in cls.names_of(name)}
-        return {name: v for name, v in fields.items() if name not in hidden} | off
+        return {name: value for name, value in fields.items() if name not in hidden} | off
 
     @classmethod
     def names_of(cls, field: str) -> list[str]:

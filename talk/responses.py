@@ -101,6 +101,7 @@ class ResponsesRequest(TranslatedRequest):
         return with_one_system(messages)
 
     def chat_choice(self) -> str | dict:
+        """tool_choice in the words of a chat."""
         match self.tool_choice:
             case {"type": "allowed_tools", "mode": mode, "tools": [*tools]}:
                 return {

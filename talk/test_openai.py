@@ -266,7 +266,7 @@ def test_tools_that_are_refused(scripted):
     ):  # fmt: skip
         with pytest.raises(APIError) as refused:
             scripted.object(CHATS, **ASKED | body)
-        assert refused.value.param.partition("[")[0] == name, body
+        assert refused.value.param in (name, f"{name}[0]"), body
 
 
 def test_infill(scripted, monkeypatch):

@@ -24,11 +24,10 @@ class TranslatedRequest(TextRequest):
 
     @model_validator(mode="after")
     def _translate(self) -> TranslatedRequest:
-        # in their answers log-probabilities have no place
-        alone = {"n": 1, "logprobs": None, "top_logprobs": None}
-        fields = self.model_extra | self.chat_fields() | alone
-        given = {name: value for name, value in fields.items() if value is not None}
-        self._chat = checked(given, ChatCompletionRequest)
+        # one answer, which has no place for log-probabilities
+        fixed = {"n": 1, "logprobs": None, "top_logprobs": None}
+        fields = self.model_extra | self.chat_fields() | fixed
+        self._chat = checked(fields, ChatCompletionRequest)
         return self
 
     def chat_fields(self) -> dict:

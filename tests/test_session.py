@@ -162,7 +162,7 @@ def test_a_batch(tiny, capfd, parallel):
     assert {text.ended_by for text in found} <= {"length", "stop"}
     session.batch(iter(prompts), progress=True, n=1)
     assert "7/7" in capfd.readouterr().err and session.batch([]) == []
-    with pytest.raises(ValueError, match="exceeds the available context size"):
+    with pytest.raises(ValueError, match="> 256 maximum; it exceeds the available context size"):
         session.batch(["fox", "fox " * 300])
     for error in (ZeroDivisionError, KeyboardInterrupt):
         with pytest.MonkeyPatch.context() as patch:
