@@ -294,9 +294,9 @@ def _route_many(x: Tensor, layer: LayerWeights, pass_: Pass, routes: Routes) -> 
     args = (logits, routes.ids, routes.weights, T)
     sizes = _sizes_of_pick(E, pass_, PICKED)
     launch(_pick_kernel, (triton.cdiv(T, PICKED),), x.device, *args, **sizes)
-    block = min(2048, triton.next_power_of_2(T * k))
+    block = min(16384, triton.next_power_of_2(T * k))
     args = (routes.ids, routes.order, routes.counts, T * k)
-    launch(_sort_kernel, (E,), x.device, *args, BLOCK=block)
+    launch(_sort_kernel, (E,), x.device, *args, BLOCK=block, warps=min(8, max(1, block // 256)))
 
 
 # ---- their products

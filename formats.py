@@ -398,14 +398,21 @@ def columns_of(places, K: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @jit
-def load_vector(x, k, offs_k, K: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
-    """Load x for the weights that are stored in places k + offs_k. The interpreter gets fp32, since
-    its own bf16 products are wrong."""
-    pointers = x + columns_of(k + offs_k, K, FORMAT)
-    if K % BLOCK == 0:
+def load_vector(
+    x, k, offs_k, K: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr, PARTS: tl.constexpr = 1
+):
+    """Load x for the weights that are stored in places k + offs_k: of PARTS matrices of K columns
+    side by side, each in its own order. The interpreter gets fp32, since its own bf16 products are
+    wrong."""
+    places = k + offs_k
+    if PARTS == 1:
+        pointers = x + columns_of(places, K, FORMAT)
+    else:
+        pointers = x + (places // K * K + columns_of(places % K, K, FORMAT))
+    if PARTS * K % BLOCK == 0:
         tile = tl.load(pointers)
     else:
-        tile = tl.load(pointers, mask=offs_k < K - k, other=0.0)
+        tile = tl.load(pointers, mask=places < PARTS * K, other=0.0)
     return tile.to(tl.float32) if EMULATED else tile
 
 

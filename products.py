@@ -753,9 +753,7 @@ def launch_single(
     format = format_of(w)
     aligned = x.element_size() == 2 and x.data_ptr() % 16 == 0
     in_half2 = aligned and w.columns % format.weights_per_thread == 0
-    # stream_kernel takes matrices that are added up as a single one, as wide as all (Format.whole)
-    side_by_side = stack.summed == 1 or w.columns % format.whole == 0
-    if in_half2 and format.stream_load and side_by_side:
+    if in_half2 and format.stream_load:
         plan = _stream_plan(op, w, format, stack)
     else:
         plan = _vector_plan(op, w, format, stack, in_half2)
@@ -809,7 +807,7 @@ def few_sizes_of(product: Product, tokens: int) -> FewSizes | None:
         return None
     if goes_to_many(product, tokens):
         return None
-    return few_sizes(x.device, w.bits, op, w.columns, _padded(tokens))
+    return few_sizes(x.device, w.bits, op, w.shape, _padded(tokens))
 
 
 def goes_to_many(product: Product, tokens: int) -> bool:

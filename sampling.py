@@ -513,7 +513,7 @@ def _sample_candidates_kernel(
     """Draw with a top-k of at most the number of parts. The k-th largest of the parts' bests has k
     logits at or above it, so top-k's threshold is no lower. All of these are listed, seldom many
     more than k, with their tokens: listed and listed_ids [R, V]; counts [R] is zero between
-    launches."""
+    launches. Tokens that a mask forbids are not listed, also where it leaves fewer than k parts."""
     gdc_launch_dependents(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
     listed += row * V
@@ -534,7 +534,8 @@ def _sample_candidates_kernel(
     part_bests = tl.load(bests + row * PARTS + tl.arange(0, PARTS))
     best = tl.max(part_bests, 0)
     finite = best < float("inf")
-    lowest = tl.where(finite, _kth_largest(part_bests, top_k), best)
+    allowed = tl.minimum(best, FORBIDDEN / 2)
+    lowest = tl.where(finite, tl.maximum(_kth_largest(part_bests, top_k), allowed), best)
     candidate = (l >= lowest) & (ids < tl.where(finite, V, 0))
     places = tl.cumsum(candidate.to(tl.int32), 0)
     places += tl.atomic_add(counts + row, tl.max(places, 0), sem="relaxed") - 1

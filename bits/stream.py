@@ -15,13 +15,15 @@ from launch import EMULATED, gdc_launch_dependents, gdc_wait, jit, prepared, tl,
 
 
 @jit
-def _load_eighths(x, k, K: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
-    """Load x for BLOCK places from k on, as eight tiles [BLOCK / 64, 8]. A thread gets the same row
-    of each."""
+def _load_eighths(
+    x, k, K: tl.constexpr, SUMMED: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr
+):
+    """Load x for BLOCK places from k on, of SUMMED matrices of K columns, as eight tiles [BLOCK /
+    64, 8]. A thread gets the same row of each."""
     offs_k = tl.arange(0, BLOCK // 64)[:, None] * 64 + tl.arange(0, 8)[None, :]
     tiles = ()
     for eighth in tl.static_range(0, 64, 8):
-        tiles += (load_vector(x, k, offs_k + eighth, K, BLOCK, FORMAT),)
+        tiles += (load_vector(x, k, offs_k + eighth, K, BLOCK, FORMAT, SUMMED),)
     return tiles
 
 
@@ -84,14 +86,16 @@ def _sums(half2, EACH: tl.constexpr):
 
 
 @jit
-def _stream_x(x, norm_tiles, k, K: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
+def _stream_x(
+    x, norm_tiles, k, K: tl.constexpr, SUMMED: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr
+):
     """Load BLOCK places of x, times the norm's weights if there is a norm. Each 64 of them are
     scaled by a power of two of their own, so that magnitudes stay below FORMAT.x_peak, as long as no norm
     weight is above products.NORM_LIMIT.
 
     Returns a tuple of x as half2, its sums by FORMAT.sum_x places and the factors that undo the
     scaling; and the sums of x's squares by 64, or zeros if there is no norm."""
-    tiles = _load_eighths(x, k, K, BLOCK, FORMAT)
+    tiles = _load_eighths(x, k, K, SUMMED, BLOCK, FORMAT)
     half2 = ()
     squares = tl.zeros([BLOCK // 64], tl.float32)
     peak = tl.abs(tiles[0])
@@ -133,14 +137,15 @@ def _no_x(WIDTH: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
 
 @jit
 def _all_of_x(
-    x, norm_tiles, squares, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr
-):
+    x, norm_tiles, squares, K: tl.constexpr, SUMMED: tl.constexpr, BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr,
+):  # fmt: skip
     """x in parts of BLOCK columns, each as _stream_x returns it, and `squares` with the squares of x
     added to them."""
     parts = ()
-    for k in tl.static_range(0, WIDTH, BLOCK):
+    for k in tl.static_range(0, SUMMED * K, BLOCK):
         norm_tile = norm_tiles[k // BLOCK] if len(norm_tiles) > 0 else None
-        part, more = _stream_x(x, norm_tile, k, WIDTH, BLOCK, FORMAT)
+        part, more = _stream_x(x, norm_tile, k, K, SUMMED, BLOCK, FORMAT)
         parts += (part,)
         squares += more
     return parts, squares
@@ -187,7 +192,7 @@ def stream_kernel(
     norm_tiles = ()
     if norm is not None:
         for k in tl.static_range(0, WIDTH, BLOCK):
-            norm_tiles += (_load_eighths(norm, k, K, BLOCK, FORMAT),)
+            norm_tiles += (_load_eighths(norm, k, K, SUMMED, BLOCK, FORMAT),)
     x_parts, squares = _no_x(WIDTH, BLOCK, FORMAT)  # until the wait
     PARTS: tl.constexpr = len(x_parts)
     WARPS: tl.constexpr = BLOCK // 2048
@@ -216,7 +221,7 @@ def stream_kernel(
             if EPILOGUE.added is not None:
                 added = tl.load(args[EPILOGUE.added] + row + offs, mask=row + offs < end, other=0.0)
                 added = added.to(tl.float32)
-            x_parts, squares = _all_of_x(x, norm_tiles, squares, WIDTH, BLOCK, FORMAT)
+            x_parts, squares = _all_of_x(x, norm_tiles, squares, K, SUMMED, BLOCK, FORMAT)
         for r in tl.static_range(0, ROWS, EACH):
             acc = tl.zeros([EACH, BLOCK // 64], tl.float32)
             for j in tl.static_range(0, PARTS):

@@ -82,9 +82,10 @@ def tables() -> dict[str, Any]:
 
     vector    bits per weight, op ("default" for any other), columns of W: VectorSizes
     stream    the same, with the columns of all matrices whose products are added up: StreamSizes
-    few       bits per weight, tokens (padded to 8 or 16), op, exact columns of W (0 for any other):
-              FewSizes. null stands for the library, or for the kernel of prompts with experts:
-              where that was faster, and for 16-bit weights on cards that were not measured
+    few       bits per weight, tokens (padded to 8 or 16), op, the exact shape of W ("6144x4096") or
+              its exact columns (0 for any other): FewSizes. null stands for the library, or for the
+              kernel of prompts with experts: where that was faster, and for 16-bit weights on cards
+              that were not measured
     many      bits per weight, "dense", "experts" or "codes", tokens, or slots for each expert on
               average: ManySizes. "codes" are prompts with experts in E4M3. null stands for "few" up
               to 16 tokens, for the library with more, and for decoded values instead of codes
@@ -133,12 +134,13 @@ def _single_sizes(kind: str, device: torch.device, bits: int, op: str, columns: 
 
 
 def few_sizes(
-    device: torch.device, bits: int, op: str, columns: int, tokens: int
+    device: torch.device, bits: int, op: str, shape: tuple[int, int], tokens: int
 ) -> FewSizes | None:
-    """Returns None if such products are computed as those of a prompt."""
+    """shape: of W. Returns None if such products are computed as those of a prompt."""
     ops = nearest(nearest(tables()["few"], capability(device)), bits)[tokens]
     sizes = ops.get(op, ops["default"])
-    found = sizes.get(columns, sizes[0])
+    rows, columns = shape
+    found = sizes.get(f"{rows}x{columns}", sizes.get(columns, sizes[0]))
     return FewSizes(*found) if found else None
 
 

@@ -133,7 +133,7 @@ def test_launch_sizes_fit_the_kernels_and_the_card(monkeypatch, arch):
             "pairs of rows"
         )
         for tokens in (8, 16):
-            few = launch_sizes.few_sizes(*asked, tokens)
+            few = launch_sizes.few_sizes(DEVICE, bits, op, (4096, columns), tokens)
             assert few is None or few.lanes <= 4 * few.steps and few.rows % 8 == 0 and few.ahead > 0
     for bits, op, columns in itertools.product((4, 6, 8), PRODUCTS, range(64, 30_000, 192)):
         sizes = launch_sizes.stream_sizes(DEVICE, bits, op, columns)

@@ -119,16 +119,17 @@ def tune(args: argparse.Namespace) -> None:
             columns = w.columns
             if T == 1 and op == "experts_linear_add":
                 columns *= summed
+            key = columns if T == 1 else f"{w.rows}x{columns}"
             sizes = table.setdefault(op, dict(table["default"]))
             found = []
             for candidate in candidates(op, w.bits, columns):
-                sizes[columns] = candidate
+                sizes[key] = candidate
                 with suppress(triton.OutOfResources):  # more shared memory than the card has
                     found.append((seconds_of(T), candidate))
             seconds, best = min(found, key=lambda pair: pair[0])
-            sizes[columns] = best
+            sizes[key] = best
             said = f"{1e6 * seconds:.1f} us with {best or 'what multiplies a prompt'}"
-            print(f"{op:18s} columns {columns:6d}: {said}", flush=True)
+            print(f"{op:18s} {key:>12}: {said}", flush=True)
         save_tables()
 
 
