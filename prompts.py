@@ -108,8 +108,8 @@ class Writer:
         grammar hold for what follows this string, such as "</think>".
 
         Raises TypeError for an unknown setting, ValueError for one out of range or for a wrong
-        prompt, and texts.ContextFull, which is a ValueError, for a prompt longer than the context.
-        The iterator raises RuntimeError if the logits are not finite."""
+        prompt, and texts.ContextFull, which is a ValueError, for a prompt after which the context
+        has no room for a token. The iterator raises RuntimeError if the logits are not finite."""
         sampling = replace_settings(sampling or self.sampling, settings)
         if strip_space is None:
             strip_space = prompt == "" and self.tokenizer.vocabulary.adds_space
@@ -121,7 +121,7 @@ class Writer:
         elif echo:
             text = self.tokenizer.decode(prompt)
         check_prompt(prompt, self.vocab_size)
-        check_room(len(prompt), self.ctx_size)
+        check_room(len(prompt), self.ctx_size - (n != 0))
         self._check_ids([*(logit_bias or ()), *stop_token_ids])
         if logprobs is not None and logprobs < 0:
             raise ValueError(f"logprobs is {logprobs}; it must be 0 or more")

@@ -519,11 +519,12 @@ class Conversation:
 
     def length_with(self, message: str, system: list[Message], name: str) -> int:
         """How many tokens a first message takes after a system prompt. Raises ValueError, which
-        names what is too long, if the context is smaller."""
+        names what is too long, if the context has no room for an answer."""
         size = self.session.ctx_size
         length = len(self.session.render([*system, {"role": "user", "content": message}]).ids)
-        if length > size:
-            raise ValueError(f"{name} takes {length} tokens; the context holds {size} (ctx_size)")
+        if length >= size:
+            what = f"{name} takes {length} tokens"
+            raise ValueError(f"{what}; the context holds {size}, with the answer (ctx_size)")
         return length
 
     def _answer(self, message: str, turns: list[Message], options: dict) -> Generation:

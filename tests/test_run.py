@@ -424,7 +424,7 @@ def test_wrong_usage_exits_2_in_one_line(monkeypatch, capfd, main, flags, said):
     (["-f", "nofile"], b"", "nofile"),
     (["-f", ""], b"", "No such file"),
     (["-p", "-"], b"abc\xff", "standard input is not UTF-8: byte 0xff at offset 3"),
-    (["-p", "Once upon a time there was a fox", "-c", "4"], b"", "tokens > 4 maximum"),
+    (["-p", "Once upon a time there was a fox", "-c", "4"], b"", "tokens > 3 maximum"),
     (["-p", "a", "--device", "tpu"], b"", "unknown device 'tpu'"),
     (["-p", "a", "--accumulate", "fp16"], b"", "accumulate fp16 needs a GPU"),
     (["-p", "a", "--int4"], b"", "w2 has 112 columns; int4 needs a multiple of 32"),

@@ -272,6 +272,22 @@ def test_rows_of_several_texts(mix, feeds):
         assert dict(enumerate(pass_.drawn.tolist())) == chosen[1]
 
 
+def test_masks_that_leave_few_tokens():
+    """Fewer than top-k: the others are not listed as candidates, which would take long."""
+    V, settings = 3000, [Sampling(seed=SEED), Sampling(top_k=3, top_p=1, seed=SEED)]
+    allowed = [random.sample(range(V), count) for count in (2, 1)]
+    masks = [[*{*range(V)} - {*ids}] for ids in allowed]
+    pass_, logits, expected = texts_of([(1, 5)] * 2, V, settings, masks, True)
+    sampler = pass_.sampler = sampler_of("fused", 2)
+    sampler.set(settings)
+    sampler.restrict(torch.stack([mask_without(ids, V) for ids in masks]))
+    listed = sampler.scratch.zeros("listed ids", 2, V, dtype=torch.int32).fill_(-1)
+    kernels.fused.sample(logits, pass_)
+    assert {place: int(pass_.drawn[place]) for place in expected} == expected
+    for row, ids in zip(listed.tolist(), allowed):
+        assert {*row} - {-1} == {*ids}
+
+
 def test_a_row_that_is_not_finite_among_others():
     settings = [Sampling(), Sampling(temp=0), Sampling(top_k=0)]
     pass_, logits, expected = texts_of([(1, 5)] * 3, 300, settings, [[]] * 3, True)

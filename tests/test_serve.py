@@ -478,7 +478,7 @@ def test_serve_refuses_wrong_bodies(server):
         status, _, answer = server.ask(TEXTS_AT, dict(prompt=prompt))
         error = answer["error"]
         assert status == 400 and error["code"] == "context_length_exceeded"
-        what = r" 200\d tokens > 1024 maximum; it exceeds the available context size \(ctx_size\)$"
+        what = r" 200\d tokens > 1023 maximum; it exceeds the available context size \(ctx_size\)$"
         assert re.search(what, error["message"])
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 100_000
     status, _, answer = server.ask(CHATS, dict(messages=turns))

@@ -162,7 +162,7 @@ def test_a_batch(tiny, capfd, parallel):
     assert {text.ended_by for text in found} <= {"length", "stop"}
     session.batch(iter(prompts), progress=True, n=1)
     assert "7/7" in capfd.readouterr().err and session.batch([]) == []
-    with pytest.raises(ValueError, match="> 256 maximum; it exceeds the available context size"):
+    with pytest.raises(ValueError, match="> 255 maximum; it exceeds the available context size"):
         session.batch(["fox", "fox " * 300])
     for error in (ZeroDivisionError, KeyboardInterrupt):
         with pytest.MonkeyPatch.context() as patch:
@@ -297,7 +297,9 @@ def test_wrong_calls_say_what_is_wrong(tiny, tiny_session, tmp_path):
         (opened, dict(parallel=0), "parallel is 0; it must be from 1 to 64"),
         (opened, dict(parallel=65), "parallel is 65; it must be from 1 to 64"),
         (opened, dict(lookup=2, draft=tiny), "lookup and draft both propose tokens"),
-        (generate, dict(prompt="a " * 999), r"prompt is too long: \d+ tokens > 256 maximum"),
+        (generate, dict(prompt=[1] * 256), "prompt is too long: 256 tokens > 255 maximum"),
+        (generate, dict(prompt=[1] * 257, n=0), "prompt is too long: 257 tokens > 256 maximum"),
+        (generate, dict(prompt="a " * 999), r"prompt is too long: \d+ tokens > 255 maximum"),
         (decode, dict(prompt=torch.tensor([1, 5])), no_list),
         (decode, dict(prompt="text"), no_list),
     ]
