@@ -87,7 +87,13 @@ def _sums(half2, EACH: tl.constexpr):
 
 @jit
 def _stream_x(
-    x, norm_tiles, k, K: tl.constexpr, SUMMED: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr
+    x,
+    norm_tiles,
+    k,
+    K: tl.constexpr,
+    SUMMED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """Load BLOCK places of x, times the norm's weights if there is a norm. Each 64 of them are
     scaled by a power of two of their own, so that magnitudes stay below FORMAT.x_peak, as long as no norm
