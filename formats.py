@@ -418,7 +418,7 @@ def load_vector(
     if PARTS * K % BLOCK == 0:
         tile = tl.load(pointers)
     else:
-        tile = tl.load(pointers, mask=places < PARTS * K, other=0.0)
+        tile = tl.load(pointers, mask=offs_k < PARTS * K - k, other=0.0)
     return tile.to(tl.float32) if EMULATED else tile
 
 
