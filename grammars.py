@@ -138,11 +138,6 @@ def is_one_rule(grammar: str | None) -> bool:
     return grammar is not None and grammar.startswith("start: ") and "\n" not in grammar
 
 
-def has_json(grammar: str) -> bool:
-    """Whether a JSON schema is in it."""
-    return "%json" in grammar
-
-
 def checked_size(grammar: str) -> None:
     """Raise ValueError for a grammar that is too large."""
     if len(grammar) > MOST_CHARACTERS:

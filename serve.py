@@ -237,8 +237,7 @@ class RemoteGeneration(Generation):
         super().__init__(len(order.prompt))
         self.client: Client | None = None  # who wants it
         self._session = session
-        self._order = order
-        self._number: int | None = None
+        self._asked = Asked(next(session.numbers), order)
         self._pieces: deque[Piece] = deque()
         self._last: News | None = None
 
@@ -254,21 +253,21 @@ class RemoteGeneration(Generation):
             self._last = news
 
     def _begin(self) -> None:
-        self._number = self._session.begin(self, self._order)
+        self._session.texts[self._asked.number] = self
+        self._session.send(self._asked)
 
     def _next(self) -> Piece | None:
         if self._pieces:
             return self._pieces.popleft()
         if self._last.error:
-            self._at_end.clear()
-            self.close()
             raise APIError(self._last.error, 500, "failed")
         self.ended_by = self._last.ended_by
         self.stop = self._last.stop
         return None
 
     def _leave(self) -> None:
-        self._session.leave(self._number)
+        if self._session.texts.pop(self._asked.number, None):
+            self._session.send(Asked(self._asked.number, None))
 
 
 class RemoteSession(Writer):
@@ -279,22 +278,12 @@ class RemoteSession(Writer):
         super().__init__(Tokenizer(files, known["vocab_size"], bos_id), **known)
         self.send = send
         self.texts: dict[int, RemoteGeneration] = {}  # those that are being written
-        self._numbers = itertools.count()
+        self.numbers = itertools.count()  # of texts
 
     def write(
         self, order: Order, progress: Callable[[int, int], None] | None = None
     ) -> RemoteGeneration:
         return RemoteGeneration(self, order)
-
-    def begin(self, text: RemoteGeneration, order: Order) -> int:
-        number = next(self._numbers)
-        self.texts[number] = text
-        self.send(Asked(number, order))
-        return number
-
-    def leave(self, number: int | None) -> None:
-        if self.texts.pop(number, None):
-            self.send(Asked(number, None))
 
     def take(self, news: News) -> RemoteGeneration | None:
         """Give a text its news. Returns None if nobody wants it any more."""
@@ -329,7 +318,6 @@ class Client:
         self.size = size
         self.request: ModelRequest | None = None
         self.answer: Iterator[bytes] = iter([])
-        self.unsent = b""
         self.parts: asyncio.Queue[Part | None] = asyncio.Queue()  # None: the client has gone
         self.watching: asyncio.Task | None = None  # asyncio's own references are weak
 
@@ -369,10 +357,7 @@ class Frontend:
         """pipe: to the process that has the model. model: its name. known: arguments of
         RemoteSession."""
         self.pipe = pipe
-        self.debug = args.debug
-        self.quiet = args.quiet
-        self.parallel = args.parallel
-        self.queue_limit = args.queue
+        self.args = args
         self.clients: set[Client] = set()  # those whose answer is not complete
         self.sender = ThreadPoolExecutor(1)  # where waiting for the model delays nobody
         self.session = RemoteSession(self.send, **known)
@@ -422,7 +407,7 @@ class Frontend:
         )
         self.app.router.redirect_slashes = False
 
-    async def run(self, listener: socket.socket, access_log: bool) -> None:
+    async def run(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         loop.add_reader(self.pipe.fileno(), self.receive)
         loop.set_exception_handler(self.note_error)
@@ -438,7 +423,7 @@ class Frontend:
             server_header=False,
             timeout_keep_alive=75,
             log_config=None,
-            access_log=access_log,
+            access_log=not self.args.quiet,
         )
         await uvicorn.Server(config).serve([listener])
 
@@ -470,10 +455,10 @@ class Frontend:
         return JSONResponse(self.about)
 
     async def slots(self, received: Request) -> Response:
-        size = self.about["context_length"]
+        slot = {"n_ctx": self.session.ctx_size}
         busy = len(self.session.texts)
-        slots = [{"id": i, "n_ctx": size, "is_processing": i < busy} for i in range(self.parallel)]
-        return JSONResponse(slots)
+        count = self.args.parallel
+        return JSONResponse([slot | {"id": i, "is_processing": i < busy} for i in range(count)])
 
     async def answer(self, kind: type[ModelRequest], received: Request) -> ASGIApp:
         try:
@@ -507,23 +492,22 @@ class Frontend:
     def go_on(self, client: Client) -> None:
         """Write what can be written of an answer."""
         request = client.request
+        body = b""
         last = None
         try:
             while request.ready:
-                client.unsent += next(client.answer)
+                body += next(client.answer)
         except StopIteration:
-            last = Part(client.unsent)
-            summary = request.summary()
-            if summary and not self.quiet:
-                cli.note(summary)
+            last = Part(body)
+            if request.texts and not self.args.quiet:
+                cli.note(summary(request.texts[0]))
         except Exception as error:
             client.close()
             if not isinstance(error, APIError):
-                error = failure(error, self.debug)
+                error = failure(error, self.args.debug)
             last = Part(to_json(error_body(error)), error.status_code)
-        if request.is_stream and client.unsent and not (last and last.status == 200):
-            client.parts.put_nowait(Part(client.unsent, last=False))
-            client.unsent = b""
+        if body and not (last and last.status == 200):  # of a stream
+            client.parts.put_nowait(Part(body, last=False))
         if last:
             self.clients.discard(client)
             client.parts.put_nowait(last)
@@ -532,8 +516,8 @@ class Frontend:
         """Raise APIError if a client cannot wait."""
         size = sum(each.size for each in [*self.clients, client])
         full = ""
-        if len(self.clients) >= self.parallel + self.queue_limit:
-            full = f"queue of {self.queue_limit}"
+        if len(self.clients) >= self.args.parallel + self.args.queue:
+            full = f"queue of {self.args.queue}"
         elif self.clients and size > QUEUE_BYTES:
             full = f"queue of {QUEUE_BYTES} bytes"
         if full:
@@ -548,7 +532,15 @@ class Frontend:
         client.parts.put_nowait(None)
 
     async def failed(self, received: Request, error: Exception) -> Response:
-        return await error_response(received, failure(error, self.debug))
+        return await error_response(received, failure(error, self.args.debug))
+
+
+def summary(text: Generation) -> str:
+    """What the log says of an answer."""
+    said = cli.speed(text)
+    if text.doubles_bos:
+        said += "; the prompt begins with a bos of its own, after the tokenizer's"
+    return said
 
 
 async def next_part(client: Client) -> Part | None:
@@ -710,7 +702,7 @@ def start_frontend(args: argparse.Namespace) -> Connection:
         front = Frontend(args, theirs, **theirs.recv())
         gc.freeze()
         gc.set_threshold(COLLECTED_AFTER)
-        asyncio.run(front.run(listener, not args.quiet))
+        asyncio.run(front.run(listener))
     os._exit(1)
 
 

@@ -23,7 +23,6 @@ from tqdm import tqdm
 
 from constraints import Constraint, Digits
 from engine import Engine, Sequence
-from grammars import has_json
 from loading.checkpoint import Checkpoint, load, open_checkpoint
 from loading.place import DTYPES
 from passes import Passes
@@ -169,15 +168,7 @@ class LocalGeneration(Generation):
 
     def _next(self) -> Piece | None:
         sequence, text = self._sequence, self._text
-        try:
-            seconds = self._engine.wait_for(sequence, lambda: bool(text.pieces))
-        except Exception:
-            self._at_end.clear()
-            self.close()
-            raise
-        except BaseException:  # Ctrl-C
-            self.close()
-            raise
+        seconds = self._engine.wait_for(sequence, lambda: bool(text.pieces))
         if not text.pieces:
             if text.finished:
                 self._note_end()
@@ -345,7 +336,7 @@ class Session(Writer):
         matcher = digits = None
         if order.grammar is not None:
             matcher = self.grammars.matcher(order.grammar)
-            digits = self.digits if has_json(order.grammar) else None
+            digits = self.digits if "%json" in order.grammar else None  # a JSON schema is in it
         ends = [id for id in order.eos if 0 <= id < V]
         return Constraint(V, ends, order.min_tokens, matcher, order.after, self.token_text, digits)
 

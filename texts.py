@@ -113,7 +113,13 @@ class Generation:
         if self.ended:
             raise StopIteration
         self.begin()
-        piece = self._next()
+        try:
+            piece = self._next()
+        except BaseException as error:
+            if isinstance(error, Exception):  # and not Ctrl-C
+                self._at_end.clear()
+            self.close()
+            raise
         if piece is None:
             self._call_at_end()
             raise StopIteration

@@ -4,7 +4,7 @@ two others, and a chat as the model would read it."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from pydantic_core import to_json
 
@@ -38,20 +38,8 @@ ENDS = (*FIM_ENDS, "▁<EOT>", "<EOT>")  # of the text between, whatever a check
 STOP_TYPES = {"eos": "eos", "stop": "word", "length": "limit", "context": "limit"}
 
 
-class LlamaCppRequest(GenerationRequest):
-    """Answers as llama.cpp writes them."""
-
-    def account(self, answers: list[Answer], session: Writer, model: str) -> Account:
-        return Contents(answers, session, model)
-
-
 class Contents(Account):
     """What llama.cpp tells of texts."""
-
-    def __init__(self, answers: list[Answer], session: Writer, model: str):
-        self.answers = answers
-        self.model = model
-        self.settings = {"n_ctx": session.ctx_size}
 
     def add(self, index: int, parts: list[Part], logprobs: Sequence[Logprob]) -> bytes:
         said = {"index": index, "stop": False}
@@ -61,7 +49,7 @@ class Contents(Account):
         return event(self._last(self.answers[index].text) | {"index": index})
 
     def whole(self) -> dict | list[dict]:
-        said = [self._last(each.text) | {"content": each.said("text")} for each in self.answers]
+        said = [self._last(each.text) | {"content": each.said["text"]} for each in self.answers]
         return said if len(said) > 1 else said[0]
 
     def _last(self, text: Generation) -> dict:
@@ -75,19 +63,19 @@ class Contents(Account):
             "truncated": False,
             "stop_type": STOP_TYPES.get(text.ended_by, "none"),
             "stopping_word": text.stop,
-            "generation_settings": self.settings,
+            "generation_settings": {"n_ctx": self.session.ctx_size},
             "timings": timings([text]),
         }
 
 
-class LlamaCppCompletionRequest(LlamaCppRequest, CompletionRequest):
+class LlamaCppCompletionRequest(CompletionRequest):
     """A request for the text that follows a prompt."""
+
+    account = Contents
 
 
 class ApplyTemplateRequest(ChatCompletionRequest):
     """A request for a chat as the model would read it."""
-
-    is_stream: ClassVar[bool] = False
 
     def answer(self, session: Writer, *_) -> Iterator[bytes]:
         return iter([to_json({"prompt": self.prompt(session).text})])
@@ -98,8 +86,10 @@ class Extra(Strict):
     text: str
 
 
-class InfillRequest(LlamaCppRequest):
+class InfillRequest(GenerationRequest):
     """A request for the text between two others."""
+
+    account = Contents
 
     input_prefix: str
     input_suffix: str

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 from pydantic_core import to_json
 
 from talk.openai import (
     INT_END,
-    Account,
     Strict,
     TextPart,
     as_tool_call,
@@ -61,99 +60,16 @@ class ToolChoice(Strict):
     disable_parallel_tool_use: bool = False
 
 
-class Conversation(TranslatedRequest):
-    """What the two kinds of requests have in common."""
-
-    messages: list[Said] = Field(min_length=1)
-    system: Text = ""
-    tools: list[Tool] = []
-    tool_choice: ToolChoice = ToolChoice(type="auto")
-    thinking: dict = {}
-    output_config: dict = {}
-
-    def chat_fields(self) -> dict:
-        choices = {
-            "any": "required",
-            "tool": {"type": "function", "function": {"name": self.tool_choice.name}},
-        }
-        fields = {
-            "messages": self.chat_messages(),
-            # what is no function runs at Anthropic's
-            "tools": [
-                as_tool(tool.name, tool.description, tool.input_schema)
-                for tool in self.tools
-                if tool.type == "custom"
-            ],
-            "tool_choice": choices.get(self.tool_choice.type, self.tool_choice.type),
-            "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
-        }
-        if self.thinking:
-            fields["enable_thinking"] = self.thinking.get("type") != "disabled"
-        fields["reasoning_effort"] = self.output_config.get("effort")
-        if format := self.output_config.get("format"):
-            fields["response_format"] = {"type": "json_schema", "json_schema": format}
-        return fields
-
-    def chat_messages(self) -> list[dict]:
-        messages = []
-        if system := text_of(self.system):
-            messages.append({"role": "system", "content": system})
-        for said in self.messages:
-            blocks = said.content
-            if isinstance(blocks, str):
-                blocks = [Block(type="text", text=blocks)]
-            results = [block for block in blocks if block.type == "tool_result"]
-            for block in results:
-                result = {"role": "tool", "tool_call_id": block.tool_use_id}
-                messages.append(result | {"content": text_of(block.content)})
-            texts = [block.text for block in blocks if block.type == "text"]
-            if results and not texts:
-                continue
-            message = {"role": said.role, "content": "\n".join(texts)}
-            if thought := "".join(block.thinking for block in blocks):
-                message["reasoning_content"] = thought
-            calls = [block for block in blocks if block.type == "tool_use"]
-            if calls:
-                message["tool_calls"] = [as_tool_call(c.id, c.name, c.input) for c in calls]
-            messages.append(message)
-        return with_one_system(messages)
-
-
-class CountRequest(Conversation):
-    """A request for the number of tokens of a chat."""
-
-    is_stream: ClassVar[bool] = False
-
-    def answer(self, session: Writer, *_) -> Iterator[bytes]:
-        return iter([to_json({"input_tokens": len(self._chat.prompt(session).ids)})])
-
-
-class MessagesRequest(Conversation):
-    """A request for the next message of a chat."""
-
-    max_tokens: Annotated[int, Field(ge=1, lt=INT_END)]
-    stop_sequences: list[str] = []
-
-    def chat_fields(self) -> dict:
-        more = {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
-        return super().chat_fields() | more
-
-    def account(self, answers: list[Answer], session: Writer, model: str) -> Account:
-        return Reply(answers[0], model, self.stop_sequences)
-
-
 class Reply(Items):
     """A message as it grows, and the events that tell of it."""
 
-    def __init__(self, answer: Answer, model: str, stops: list[str]):
-        """stops: those of the request."""
-        super().__init__(answer)
-        self.stops = stops
+    def __init__(self, *known):
+        super().__init__(*known)
         self.message = {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
             "role": "assistant",
-            "model": model,
+            "model": self.model,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
@@ -188,7 +104,7 @@ class Reply(Items):
         text = self.answer.text
         reasons = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
         ended = {"stop_reason": reasons[self.answer.finish_reason], "stop_sequence": None}
-        if ended["stop_reason"] == "end_turn" and text.stop in self.stops:
+        if ended["stop_reason"] == "end_turn" and text.stop in self.request.stop_sequences:
             ended = {"stop_reason": "stop_sequence", "stop_sequence": text.stop}
         self.message |= ended
         self.message["usage"] = usage(self.answer)
@@ -221,3 +137,80 @@ def usage(answer: Answer) -> dict:
 
 def typed_event(name: str, **fields) -> bytes:
     return event({"type": name} | fields)
+
+
+class Conversation(TranslatedRequest):
+    """What the two kinds of requests have in common."""
+
+    messages: list[Said] = Field(min_length=1)
+    system: Text = ""
+    tools: list[Tool] = []
+    tool_choice: ToolChoice = ToolChoice(type="auto")
+    thinking: dict = {}
+    output_config: dict = {}
+
+    def chat_fields(self) -> dict:
+        choices = {
+            "any": "required",
+            "tool": {"type": "function", "name": self.tool_choice.name},
+        }
+        fields = {
+            "messages": self.chat_messages(),
+            # what is no function runs at Anthropic's
+            "tools": [
+                as_tool(tool.name, tool.description, tool.input_schema)
+                for tool in self.tools
+                if tool.type == "custom"
+            ],
+            "tool_choice": choices.get(self.tool_choice.type, self.tool_choice.type),
+            "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
+        }
+        if self.thinking:
+            fields["enable_thinking"] = self.thinking.get("type") != "disabled"
+        fields["reasoning_effort"] = self.output_config.get("effort")
+        fields["response_format"] = self.output_config.get("format")
+        return fields
+
+    def chat_messages(self) -> list[dict]:
+        messages = []
+        if system := text_of(self.system):
+            messages.append({"role": "system", "content": system})
+        for said in self.messages:
+            blocks = said.content
+            if isinstance(blocks, str):
+                blocks = [Block(type="text", text=blocks)]
+            results = [block for block in blocks if block.type == "tool_result"]
+            for block in results:
+                result = {"role": "tool", "tool_call_id": block.tool_use_id}
+                messages.append(result | {"content": text_of(block.content)})
+            texts = [block.text for block in blocks if block.type == "text"]
+            if results and not texts:
+                continue
+            message = {"role": said.role, "content": "\n".join(texts)}
+            if thought := "".join(block.thinking for block in blocks):
+                message["reasoning_content"] = thought
+            calls = [block for block in blocks if block.type == "tool_use"]
+            if calls:
+                message["tool_calls"] = [as_tool_call(c.id, c.name, c.input) for c in calls]
+            messages.append(message)
+        return with_one_system(messages)
+
+
+class CountRequest(Conversation):
+    """A request for the number of tokens of a chat."""
+
+    def answer(self, session: Writer, *_) -> Iterator[bytes]:
+        return iter([to_json({"input_tokens": len(self._chat.prompt(session).ids)})])
+
+
+class MessagesRequest(Conversation):
+    """A request for the next message of a chat."""
+
+    account = Reply
+
+    max_tokens: Annotated[int, Field(ge=1, lt=INT_END)]
+    stop_sequences: list[str] = []
+
+    def chat_fields(self) -> dict:
+        more = {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
+        return super().chat_fields() | more

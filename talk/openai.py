@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import (
     AfterValidator,
     AliasChoices,
+    AliasPath,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -31,7 +32,7 @@ from starlette.exceptions import HTTPException
 from grammars import choice_grammar, is_one_rule, json_grammar, lark_grammar, regex_grammar
 from loading.files import one_line
 from settings import FILTERS, RANDOM, SETTINGS, Setting
-from talk.cli import note_once, speed
+from talk.cli import note_once
 from talk.tools import (
     HERMES,
     Answer,
@@ -121,6 +122,17 @@ class Account:
     """How an API tells of texts as they are written: the events of a stream, and the whole answer. Choices
     are given by their index."""
 
+    def __init__(self, request: TextRequest, answers: list[Answer], session: Writer, model: str):
+        """model: its name."""
+        self.request = request
+        self.answers = answers
+        self.session = session
+        self.model = model
+
+    @property
+    def texts(self) -> list[Generation]:
+        return [answer.text for answer in self.answers]
+
     def begin(self) -> bytes:
         """There is a first token."""
         return b""
@@ -140,6 +152,72 @@ class Account:
     def whole(self) -> dict | list[dict]:
         """The answer, once all have ended."""
         raise NotImplementedError
+
+
+class Choices(Account):
+    """What OpenAI's API tells of texts."""
+
+    def __init__(self, *known):
+        super().__init__(*known)
+        request = self.request
+        self.head = {
+            "id": request.id_begins + uuid.uuid4().hex,
+            "object": request.chunk_object if request.stream else request.whole_object,
+            "created": int(time.time()),
+            "model": self.model,
+        }
+        self.with_usage = request.stream and request.stream_options.include_usage
+        if self.with_usage:
+            self.head["usage"] = None  # in all events but the one that tells it
+        self.calls = [-1] * len(self.answers)  # the index of the last one of each
+        self.left = len(self.answers)
+
+    def begin(self) -> bytes:
+        first = self.request.first_delta
+        if not first:
+            return b""
+        return b"".join(self._chunk(index, first) for index in range(self.left))
+
+    def add(self, index: int, parts: list[Part], logprobs: Sequence[Logprob]) -> bytes:
+        told = [part for part in parts if part.kind != "called"]
+        if logprobs and not told:
+            told = [Part("text")]
+        events = b""
+        for part in told:
+            self.calls[index] += part.kind == "call"
+            events += self._chunk(index, self.request.delta(part, self.calls[index]), logprobs)
+            logprobs = ()
+        return events
+
+    def end(self, index: int) -> bytes:
+        self.left -= 1
+        more = {} if self.left else {"timings": timings(self.texts)}
+        end = {"finish_reason": self.answers[index].finish_reason}
+        return self._chunk(index, self.request.delta(Part("text"), 0) | end, **more)
+
+    def finish(self) -> bytes:
+        events = b""
+        if self.with_usage:
+            events = event(self.head | {"choices": [], "usage": usage(self.texts, self.request.n)})
+        return events + b"data: [DONE]\n\n"
+
+    def whole(self) -> dict:
+        choices = []
+        for index, answer in enumerate(self.answers):
+            said = self.request.whole(answer) | {"finish_reason": answer.finish_reason}
+            choices.append(self._choice(index, said, answer.text.logprobs))
+        numbers = {"usage": usage(self.texts, self.request.n), "timings": timings(self.texts)}
+        return self.head | {"choices": choices} | numbers
+
+    def _chunk(
+        self, index: int, said: dict, logprobs: Sequence[Logprob] = (), **more: object
+    ) -> bytes:
+        choice = self._choice(index, {"finish_reason": None} | said, logprobs)
+        return event(self.head | {"choices": [choice]} | more)
+
+    def _choice(self, index: int, said: dict, logprobs: Sequence[Logprob]) -> dict:
+        scores = self.request.scores(logprobs, self.session) if logprobs else None
+        return {"index": index, "logprobs": scores, **said}
 
 
 # ---- fields of requests
@@ -173,23 +251,6 @@ SAMPLERS = {
 }
 
 
-def samplers_off(order: object) -> dict[str, float]:
-    """The settings that turn off the samplers which llama.cpp's `samplers`, in names or letters, leaves
-    out. Samplers that this program lacks may be named: their own settings have to be off. Raises
-    APIError."""
-    wrong = f"samplers must be absent or names in the order {', '.join(SAMPLERS)}"
-    if not isinstance(order, str | list):
-        raise APIError(wrong, param="samplers")
-    other_names = dict(zip("ekpmt", SAMPLERS), temp="temperature", nucleus="top_p")
-    names = [str(name).replace("-", "_") for name in order]
-    names = [other_names.get(name, name) for name in names]
-    on = [name for name in names if name in SAMPLERS]
-    if on != [name for name in SAMPLERS if name in on]:
-        raise APIError(wrong, param="samplers")
-    off = [SAMPLERS[name] for name in SAMPLERS if name not in on]
-    return {name: value for settings in off for name, value in settings.items()}
-
-
 LIMITS = "max_completion_tokens", "max_tokens", "n_predict"  # the last one is llama.cpp's
 INT_END = 1 << 31
 MOST_CHOICES = 16
@@ -210,6 +271,24 @@ def must_be(what: str) -> WrapValidator:
     return WrapValidator(check)
 
 
+def samplers_off(order: Sequence[str]) -> dict[str, float]:
+    """The settings that turn off the samplers which llama.cpp's `samplers`, in names or letters, leaves
+    out. Samplers that this program lacks may be named: their own settings have to be off."""
+    other_names = dict(zip("ekpmt", SAMPLERS), temp="temperature", nucleus="top_p")
+    names = [name.replace("-", "_") for name in order]
+    names = [other_names.get(name, name) for name in names]
+    on = [name for name in names if name in SAMPLERS]
+    if on != [name for name in SAMPLERS if name in on]:
+        raise ValueError
+    off = [SAMPLERS[name] for name in SAMPLERS if name not in on]
+    return {name: value for settings in off for name, value in settings.items()}
+
+
+Samplers = Annotated[
+    str | list[str],
+    AfterValidator(samplers_off),
+    must_be(f"names in the order {', '.join(SAMPLERS)}"),
+]
 StopStrings = Annotated[
     str | Annotated[list[str], Field(max_length=1024)],  # each is compared at each token
     must_be("a string, or a list of at most 1024 strings"),
@@ -349,25 +428,22 @@ def is_tool(value: dict) -> dict:
     raise PydanticCustomError("wrong", "must be functions, each with its name and parameters")
 
 
-class Named(Strict):
-    name: str
+def within(outer: str, name: str):
+    """A field that chats have inside another one, and Responses in its place."""
+    return Field(validation_alias=AliasChoices(AliasPath(outer, name), name))
 
 
 class NamedTool(Strict):
     type: Literal["function"]
-    function: Named
+    name: str = within("function", "name")
 
 
 class AllowedTools(Strict):
-    mode: Literal["auto", "required"]
-    tools: list[NamedTool]
-
-
-class AllowedToolsChoice(Strict):
     """Some of the tools, as if there were no others."""
 
     type: Literal["allowed_tools"]
-    allowed_tools: AllowedTools
+    mode: Literal["auto", "required"] = within("allowed_tools", "mode")
+    tools: list[NamedTool] = within("allowed_tools", "tools")
 
 
 def schemas(tools: list[dict]) -> dict[str, dict]:
@@ -378,7 +454,7 @@ def schemas(tools: list[dict]) -> dict[str, dict]:
 
 Tool = Annotated[dict, AfterValidator(is_tool)]
 ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice,
+    Literal["none", "auto", "required"] | NamedTool | AllowedTools,
     must_be("none, auto, required, one of the functions, or allowed_tools"),
 ]
 
@@ -391,6 +467,8 @@ def schema_of(format: object) -> dict | bool | None:
         case {"type": "json_object", **more} if isinstance(more.get("schema") or {}, dict):
             return {"type": "object"} | (more.get("schema") or {})  # llama.cpp's
         case {"type": "json_schema", "json_schema": {"schema": dict() | bool() as schema}}:
+            return schema
+        case {"type": "json_schema", "schema": dict() | bool() as schema}:  # of Responses
             return schema
         case {"type": "json_schema", "json_schema": dict() as named} if named.get("schema") is None:
             return {}
@@ -419,10 +497,8 @@ SEEDS_APART = 0x9E3779B97F4A7C15  # between the seeds of two choices
 
 
 def own_seed(seed: int) -> int:
-    """A seed in the range of ours, which OpenAI's need not be; a random one instead of RANDOM."""
-    if seed == RANDOM:
-        return random.SystemRandom().randrange(1 << 32)
-    return seed % (SETTINGS["seed"].high + 1)
+    """A random seed instead of RANDOM."""
+    return random.SystemRandom().randrange(1 << 32) if seed == RANDOM else seed
 
 
 def _field(name: str, setting: Setting):
@@ -437,10 +513,8 @@ def in_turns(answers: list[Answer]) -> Iterator[tuple[int, tuple | None]]:
     none waits for another. None is its end."""
     left = {index: iter(answer) for index, answer in enumerate(answers)}
     while left:
-        texts = {index: answers[index].text for index in left}
-        ready = [index for index, text in texts.items() if text.ready or text.ended]
-        ready = ready or [min(left)]
-        for index in ready:
+        ready = [i for i in left if answers[i].text.ready or answers[i].text.ended]
+        for index in ready or [min(left)]:
             said = next(left[index], None)
             if said is None:
                 del left[index]
@@ -473,39 +547,26 @@ class ModelRequest(Strict):
         Raises ValueError for what is the client's fault; what the iterator raises is not."""
         raise NotImplementedError
 
-    def summary(self) -> str:
-        """What the server's log says of the answer, once that is written. Returns an empty string if
-        no text was asked for."""
-        if not self.texts:
-            return ""
-        first, *_ = self.texts
-        text = speed(first)
-        if first.doubles_bos:
-            text += "; the prompt begins with a bos of its own, after the tokenizer's"
-        return text
-
 
 class TextRequest(ModelRequest):
     """A request for texts, whose answer comes whole or in a stream."""
+
+    account: ClassVar[type[Account]]  # what is told of the texts
 
     stream: bool = False
 
     @property
     def is_stream(self) -> bool:
-        return self.stream
+        return self.stream and bool(self.texts)
 
     def choices(self, session: Writer) -> list[Answer]:
         """The texts, and how they are read. Raises ValueError."""
         raise NotImplementedError
 
-    def account(self, answers: list[Answer], session: Writer, model: str) -> Account:
-        """What is told of them. model: its name."""
-        raise NotImplementedError
-
     def answer(self, session: Writer, model: str) -> Iterator[bytes]:
         answers = self.choices(session)
         self._texts = [answer.text for answer in answers]
-        return self._parts(answers, self.account(answers, session, model))
+        return self._parts(answers, self.account(self, answers, session, model))
 
     def _parts(self, answers: list[Answer], account: Account) -> Iterator[bytes]:
         begin = account.begin
@@ -527,6 +588,7 @@ class GenerationRequest(Filters):
     """A request for a text: what its kinds have in common. A kind says how the session is asked for the
     text, and how answers write it in JSON."""
 
+    account = Choices
     id_begins: ClassVar[str]
     whole_object: ClassVar[str]  # "object" of an answer
     chunk_object: ClassVar[str]  # and of the parts of a stream
@@ -542,6 +604,7 @@ class GenerationRequest(Filters):
     logit_bias: Biases = {}
     min_tokens: Annotated[int, Field(ge=0, lt=INT_END)] = 0
     stop_token_ids: TokenIds = []
+    samplers: Samplers = {}
     # what the text has to be, by OpenAI's, vLLM's and llama.cpp's names
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs = StructuredOutputs()
@@ -555,9 +618,8 @@ class GenerationRequest(Filters):
     @model_validator(mode="before")
     @classmethod
     def refuse_unsupported(cls, fields: dict) -> dict:
-        """A field that this class has is supported, whatever UNSUPPORTED says."""
         for name, values in UNSUPPORTED.items():
-            if fields.get(name) is None or name in cls.names():
+            if fields.get(name) is None:
                 continue
             accepted = [to_json(value) for value in values]  # as JSON, where true is not 1
             if to_json(fields[name]) not in accepted:
@@ -565,33 +627,12 @@ class GenerationRequest(Filters):
                 raise APIError(f"{only}: nothing else is supported", param=name)
         return fields
 
-    @model_validator(mode="before")
-    @classmethod
-    def apply_samplers(cls, fields: dict) -> dict:
-        """With an order of samplers, those that it leaves out are off."""
-        if fields.get("samplers") is None:
-            return fields
-        off = samplers_off(fields["samplers"])
-        hidden = {alias for name in off for alias in cls.names_of(name)}
-        return {name: value for name, value in fields.items() if name not in hidden} | off
-
-    @classmethod
-    def names_of(cls, field: str) -> list[str]:
-        """What a field is called in a body."""
-        aliases = cls.model_fields[field].validation_alias
-        return aliases.choices if aliases else [field]
-
-    @classmethod
-    def names(cls) -> set[str]:
-        """What its fields are called in a body."""
-        return {name for field in cls.model_fields for name in cls.names_of(field)}
-
     def options(self, index: int) -> dict:
         """Arguments of Session.generate and Session.chat for one of the choices. The first has the
-        request's seed, others have seeds of their own."""
+        request's seed, in the range of ours, which OpenAI's need not be; others have seeds of their own."""
         seed = (self.seed + index * SEEDS_APART) % (SETTINGS["seed"].high + 1)
         options = self.model_dump(include=OPTIONS, exclude_none=True)
-        return options | {"n": self.max_tokens, "seed": seed}
+        return options | self.samplers | {"n": self.max_tokens, "seed": seed}
 
     def text_grammar(self) -> str | None:
         """What the text has to be, in Lark. Returns None if it may be anything. Raises
@@ -609,94 +650,18 @@ class GenerationRequest(Filters):
             raise ValueError("several fields say what the text has to be; use one")
         return given[0] if given else None
 
-    def account(self, answers: list[Answer], session: Writer, model: str) -> Account:
-        return Choices(self, answers, session, model)
-
     def whole(self, answer: Answer) -> dict:
         """The whole text, in an answer."""
         raise NotImplementedError
 
-    def delta(self, part: Part | None, call: int) -> dict | None:
-        """A part of the text, in a stream; None is the last one, which is empty. call: the index of the
-        call that it belongs to. Returns None if nothing is said of it."""
+    def delta(self, part: Part, call: int) -> dict:
+        """A part of the text, in a stream, which may be empty. call: the index of the call that it
+        belongs to."""
         raise NotImplementedError
 
     def scores(self, logprobs: Sequence[Logprob], session: Writer) -> dict:
         """Log-probabilities, in either."""
         raise NotImplementedError
-
-
-class Choices(Account):
-    """What OpenAI's API tells of texts."""
-
-    def __init__(
-        self, request: GenerationRequest, answers: list[Answer], session: Writer, model: str
-    ):
-        self.request = request
-        self.answers = answers
-        self.session = session
-        self.head = {
-            "id": request.id_begins + uuid.uuid4().hex,
-            "object": request.chunk_object if request.stream else request.whole_object,
-            "created": int(time.time()),
-            "model": model,
-        }
-        self.with_usage = request.stream and request.stream_options.include_usage
-        if self.with_usage:
-            self.head["usage"] = None  # in all events but the one that tells it
-        self.calls = [-1] * len(answers)  # the index of the last one of each
-        self.left = len(answers)
-
-    @property
-    def texts(self) -> list[Generation]:
-        return [answer.text for answer in self.answers]
-
-    def begin(self) -> bytes:
-        first = self.request.first_delta
-        if not first:
-            return b""
-        return b"".join(self._chunk(index, first) for index in range(self.left))
-
-    def add(self, index: int, parts: list[Part], logprobs: Sequence[Logprob]) -> bytes:
-        if logprobs and not parts:
-            parts = [Part("text")]
-        events = b""
-        for part in parts:
-            self.calls[index] += part.kind == "call"
-            if said := self.request.delta(part, self.calls[index]):
-                events += self._chunk(index, said, logprobs)
-                logprobs = ()
-        return events
-
-    def end(self, index: int) -> bytes:
-        self.left -= 1
-        more = {} if self.left else {"timings": timings(self.texts)}
-        end = {"finish_reason": self.answers[index].finish_reason}
-        return self._chunk(index, self.request.delta(None, 0) | end, **more)
-
-    def finish(self) -> bytes:
-        events = b""
-        if self.with_usage:
-            events = event(self.head | {"choices": [], "usage": usage(self.texts, self.request.n)})
-        return events + b"data: [DONE]\n\n"
-
-    def whole(self) -> dict:
-        choices = []
-        for index, answer in enumerate(self.answers):
-            said = self.request.whole(answer) | {"finish_reason": answer.finish_reason}
-            choices.append(self._choice(index, said, answer.text.logprobs))
-        numbers = {"usage": usage(self.texts, self.request.n), "timings": timings(self.texts)}
-        return self.head | {"choices": choices} | numbers
-
-    def _chunk(
-        self, index: int, said: dict, logprobs: Sequence[Logprob] = (), **more: object
-    ) -> bytes:
-        choice = self._choice(index, {"finish_reason": None} | said, logprobs)
-        return event(self.head | {"choices": [choice]} | more)
-
-    def _choice(self, index: int, said: dict, logprobs: Sequence[Logprob]) -> dict:
-        scores = self.request.scores(logprobs, self.session) if logprobs else None
-        return {"index": index, "logprobs": scores, **said}
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -722,17 +687,17 @@ class ChatCompletionRequest(GenerationRequest):
     def _check(self) -> ChatCompletionRequest:
         if self.top_logprobs and not self.logprobs:
             raise APIError("top_logprobs needs logprobs: true", param="top_logprobs")
-        if isinstance(self.tool_choice, AllowedToolsChoice):
-            allowed = self.tool_choice.allowed_tools
-            names = {tool.function.name for tool in allowed.tools}
+        if isinstance(self.tool_choice, AllowedTools):
+            allowed = self.tool_choice
+            names = {tool.name for tool in allowed.tools}
             self.tools = [tool for tool in self.tools if tool["function"]["name"] in names]
             self.tool_choice = allowed.mode
         names = [tool["function"]["name"] for tool in self.tools]
         choice = self.tool_choice
         if choice == "required" and not names:
             raise APIError("tool_choice: there are no tools", param="tool_choice")
-        if isinstance(choice, NamedTool) and choice.function.name not in names:
-            message = f"tool_choice: no tool has the name {choice.function.name}"
+        if isinstance(choice, NamedTool) and choice.name not in names:
+            message = f"tool_choice: no tool has the name {choice.name}"
             raise APIError(message, param="tool_choice")
         return self
 
@@ -786,33 +751,28 @@ class ChatCompletionRequest(GenerationRequest):
         match self.tool_choice:
             case "required":
                 return schemas(self.tools)
-            case NamedTool():
-                name = self.tool_choice.function.name
+            case NamedTool(name=name):
                 return {name: schemas(self.tools)[name]}
         return {}
 
     def whole(self, answer: Answer) -> dict:
-        said = answer.said("text")
+        said = answer.said["text"]
         message = {"role": "assistant", "content": said}
-        if thought := answer.said("thought"):
+        if thought := answer.said["thought"]:
             message["reasoning_content"] = thought
         if answer.calls:
             message["content"] = said or None
             message["tool_calls"] = [as_tool_call(**vars(call)) for call in answer.calls]
         return {"message": message}
 
-    def delta(self, part: Part | None, call: int) -> dict | None:
+    def delta(self, part: Part, call: int) -> dict:
         match part:
-            case None:
-                return {"delta": {}}
             case Part("call"):
                 begun = {"index": call, **as_tool_call(part.text, part.name, "")}
                 return {"delta": {"tool_calls": [begun]}}
             case Part("arguments"):
                 more = {"index": call, "function": {"arguments": part.text}}
                 return {"delta": {"tool_calls": [more]}}
-            case Part("called"):
-                return None
             case Part("thought"):
                 return {"delta": {"reasoning_content": part.text}}
         return {"delta": {"content": part.text} if part.text else {}}
@@ -842,7 +802,7 @@ class CompletionRequest(GenerationRequest):
 
     def choices(self, session: Writer) -> list[Answer]:
         best = None if self.logprobs is False else int(self.logprobs)
-        options = dict(logprobs=best, echo=self.echo, grammar=self.text_grammar())
+        options = dict(logprobs=best, echo=self.echo)
         match self.prompt:
             case [str() | list(), *_]:
                 prompts = self.prompt
@@ -851,10 +811,10 @@ class CompletionRequest(GenerationRequest):
         return [a for each in prompts for a in answers_to(each, self, session, **options)]
 
     def whole(self, answer: Answer) -> dict:
-        return {"text": answer.said("text")}
+        return {"text": answer.said["text"]}
 
-    def delta(self, part: Part | None, call: int) -> dict:
-        return {"text": part.text if part else ""}
+    def delta(self, part: Part, call: int) -> dict:
+        return {"text": part.text}
 
     def scores(self, logprobs: Sequence[Logprob], session: Writer) -> dict:
         def best_of(score: Logprob) -> dict[str, float] | None:
@@ -876,6 +836,7 @@ def answers_to(
 ) -> list[Answer]:
     """The texts that follow a prompt, as many as the request wants. options: more arguments of
     Writer.generate."""
+    options["grammar"] = request.text_grammar()
     texts = (session.generate(prompt, **request.options(i), **options) for i in range(request.n))
     return [*map(Answer, texts)]
 

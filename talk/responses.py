@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from talk.openai import Account, APIError, Strict, as_tool_call, event, must_be, text_of
-from talk.tools import Answer, Part
+from talk.openai import APIError, Strict, as_tool_call, event, must_be, text_of
+from talk.tools import Part
 from talk.translated import Items, TranslatedRequest, as_tool, with_one_system
-
-if TYPE_CHECKING:
-    from prompts import Writer
 
 
 class TextItemPart(Strict):
@@ -37,103 +34,12 @@ class Item(Strict):
 STORED = ("previous_response_id", "conversation", "prompt")
 
 
-class ResponsesRequest(TranslatedRequest):
-    """A request for the next message of a chat."""
-
-    input: Annotated[
-        str | Annotated[list[Item], Field(min_length=1)],
-        must_be(
-            "a string, or a list of messages of text, of reasoning, and of calls of functions with"
-            " what they returned"
-        ),
-    ]
-    instructions: str = ""
-    tools: list[dict] = []
-    tool_choice: str | dict = "auto"
-    text: dict = {}
-    reasoning: dict = {}
-    max_output_tokens: int | None = None
-
-    def chat_fields(self) -> dict:
-        for name in STORED:
-            if name in self.model_extra:
-                message = f"{name}: nothing is stored here; send the whole conversation"
-                raise APIError(message, param=name)
-        functions = [tool for tool in self.tools if tool.get("type") == "function"]
-        return {
-            "messages": self.messages(),
-            "tools": [
-                as_tool(*map(tool.get, ("name", "description", "parameters"))) for tool in functions
-            ],
-            "tool_choice": self.chat_choice(),
-            "max_tokens": self.max_output_tokens,
-            "reasoning_effort": self.reasoning.get("effort"),
-            "response_format": self.response_format(),
-        }
-
-    def messages(self) -> list[dict]:
-        """The conversation, as messages of a chat. Calls belong to the message before them."""
-        messages = []
-        if self.instructions:
-            messages.append({"role": "system", "content": self.instructions})
-        items = self.input
-        if isinstance(items, str):
-            items = [Item(role="user", content=items)]
-        thought = ""
-        for item in items:
-            match item.type:
-                case "reasoning":
-                    thought = text_of(item.content)
-                    continue
-                case "function_call_output":
-                    said = {"role": "tool", "tool_call_id": item.call_id}
-                    messages.append(said | {"content": text_of(item.output)})
-                case "message":
-                    messages.append({"role": item.role, "content": text_of(item.content)})
-                case "function_call":
-                    if not messages or messages[-1]["role"] != "assistant" or thought:
-                        messages.append({"role": "assistant", "content": None})
-                    call = as_tool_call(item.call_id, item.name, item.arguments)
-                    messages[-1].setdefault("tool_calls", []).append(call)
-            if thought and messages[-1]["role"] == "assistant":
-                messages[-1]["reasoning_content"] = thought
-            thought = ""
-        return with_one_system(messages)
-
-    def chat_choice(self) -> str | dict:
-        """tool_choice in the words of a chat."""
-        match self.tool_choice:
-            case {"type": "allowed_tools", "mode": mode, "tools": [*tools]}:
-                return {
-                    "type": "allowed_tools",
-                    "allowed_tools": {"mode": mode, "tools": [*map(as_choice, tools)]},
-                }
-            case dict():
-                return as_choice(self.tool_choice)
-        return self.tool_choice
-
-    def response_format(self) -> dict | None:
-        match self.text.get("format"):
-            case {"type": "json_schema", **format}:
-                return {"type": "json_schema", "json_schema": format}
-            case format:
-                return format
-
-    def account(self, answers: list[Answer], session: Writer, model: str) -> Account:
-        return Response(self, answers[0], model)
-
-
-def as_choice(tool: dict) -> dict:
-    """One of the tools, as a chat names it."""
-    return {"type": tool.get("type"), "function": {"name": tool.get("name")}}
-
-
 class Response(Items):
     """A response as it grows, and the events that tell of it."""
 
-    def __init__(self, request: ResponsesRequest, answer: Answer, model: str):
-        super().__init__(answer)
-        chat = request._chat
+    def __init__(self, *known):
+        super().__init__(*known)
+        request, chat = self.request, self.request._chat
         self.head = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -143,7 +49,7 @@ class Response(Items):
             "incomplete_details": None,
             "instructions": request.instructions or None,
             "max_output_tokens": request.max_output_tokens,
-            "model": model,
+            "model": self.model,
             "output": [],
             "parallel_tool_calls": chat.parallel_tool_calls,
             "previous_response_id": None,
@@ -244,3 +150,69 @@ class Response(Items):
     def _event(self, name: str, /, **fields) -> bytes:
         self._sent += 1
         return event({"type": name, "sequence_number": self._sent - 1, **fields})
+
+
+class ResponsesRequest(TranslatedRequest):
+    """A request for the next message of a chat."""
+
+    account = Response
+
+    input: Annotated[
+        str | Annotated[list[Item], Field(min_length=1)],
+        must_be(
+            "a string, or a list of messages of text, of reasoning, and of calls of functions with"
+            " what they returned"
+        ),
+    ]
+    instructions: str = ""
+    tools: list[dict] = []
+    tool_choice: str | dict = "auto"
+    text: dict = {}
+    reasoning: dict = {}
+    max_output_tokens: int | None = None
+
+    def chat_fields(self) -> dict:
+        for name in STORED:
+            if name in self.model_extra:
+                message = f"{name}: nothing is stored here; send the whole conversation"
+                raise APIError(message, param=name)
+        functions = [tool for tool in self.tools if tool.get("type") == "function"]
+        return {
+            "messages": self.messages(),
+            "tools": [
+                as_tool(*map(tool.get, ("name", "description", "parameters"))) for tool in functions
+            ],
+            "tool_choice": self.tool_choice,
+            "max_tokens": self.max_output_tokens,
+            "reasoning_effort": self.reasoning.get("effort"),
+            "response_format": self.text.get("format"),
+        }
+
+    def messages(self) -> list[dict]:
+        """The conversation, as messages of a chat. Calls belong to the message before them."""
+        messages = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        items = self.input
+        if isinstance(items, str):
+            items = [Item(role="user", content=items)]
+        thought = ""
+        for item in items:
+            match item.type:
+                case "reasoning":
+                    thought = text_of(item.content)
+                    continue
+                case "function_call_output":
+                    said = {"role": "tool", "tool_call_id": item.call_id}
+                    messages.append(said | {"content": text_of(item.output)})
+                case "message":
+                    messages.append({"role": item.role, "content": text_of(item.content)})
+                case "function_call":
+                    if not messages or messages[-1]["role"] != "assistant" or thought:
+                        messages.append({"role": "assistant", "content": None})
+                    call = as_tool_call(item.call_id, item.name, item.arguments)
+                    messages[-1].setdefault("tool_calls", []).append(call)
+            if thought and messages[-1]["role"] == "assistant":
+                messages[-1]["reasoning_content"] = thought
+            thought = ""
+        return with_one_system(messages)

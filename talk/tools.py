@@ -275,19 +275,15 @@ def call_grammar(
     if style.opens in control:
         opens = f"<[{control[style.opens]}]>"
     closes = literal(f"\n{style.close}") if style.close else ""
-    rules = []
-    for index, (name, schema) in enumerate(tools.items()):
+    calls = []
+    for name, schema in tools.items():
         arguments = json_value(schema) if schema else '"{}"'
         begin = f'{{"name": {literal(name)}, "{style.key}": '
-        rules += [
-            f"call_{index}: {literal(begin)} arguments_{index} {literal('}')}",
-            f"arguments_{index}: {arguments}",
-        ]
-    calls = " | ".join(f"call_{index}" for index in range(len(tools)))
-    start = f"start: {opens} ({calls}) {closes}"
+        calls.append(f"{literal(begin)} {arguments} {literal('}')}")
+    start = f"start: {opens} ({' | '.join(calls)}) {closes}"
     if text:
         start += f" | {text.removeprefix('start: ')}"
-    return "\n".join([start, *rules])
+    return start
 
 
 # ---- a text as it comes
@@ -470,9 +466,6 @@ class Router:
 
 # ---- an answer
 
-# what OpenAI calls the reasons for which a text ends
-ENDS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
-
 
 @dataclass
 class AnsweredCall:
@@ -492,7 +485,7 @@ class Answer:
         self.text = text
         self.calls: list[AnsweredCall] = []
         self.thought_tokens = 0
-        self._said: dict[str, list[str]] = {"text": [], "thought": []}
+        self.said = {"text": "", "thought": ""}  # all of it
         self._router = router
         self._parallel = parallel
 
@@ -506,15 +499,12 @@ class Answer:
         if self._router:
             yield self._new(self._router.finish()), []
 
-    def said(self, kind: str) -> str:
-        """All that is thought, or said."""
-        return "".join(self._said[kind])
-
     @property
     def finish_reason(self) -> str:
         """Why the text has ended, in OpenAI's words."""
-        reason = ENDS.get(self.text.ended_by, "stop")
-        return "tool_calls" if self.calls and reason == "stop" else reason
+        if self.text.ended_by in ("length", "context"):
+            return "length"
+        return "tool_calls" if self.calls else "stop"
 
     def _read(self, piece: Piece) -> list[Part]:
         if self._router:
@@ -533,5 +523,5 @@ class Answer:
                 case "called" if not self._parallel:
                     return parts[: i + 1]
                 case "text" | "thought":
-                    self._said[part.kind].append(part.text)
+                    self.said[part.kind] += part.text
         return parts

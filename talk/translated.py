@@ -41,8 +41,9 @@ class TranslatedRequest(TextRequest):
 class Items(Account):
     """An answer as it grows by parts, each of which belongs to the last item or begins one."""
 
-    def __init__(self, answer: Answer):
-        self.answer = answer
+    def __init__(self, *known):
+        super().__init__(*known)
+        [self.answer] = self.answers
         self._kind = ""  # of the item that is not complete: that of its first part
 
     def add(self, index: int, parts: list[Part], logprobs: Sequence[Logprob]) -> bytes:
