@@ -25,7 +25,6 @@ from formats import plain_values
 from fp8 import E4M3, e4m3_encode
 from launch import (
     EMULATED,
-    Scratch,
     begin_split,
     capability,
     gdc_launch_dependents,
@@ -471,29 +470,30 @@ def _constants(q: Tensor, k: Tensor) -> tuple[tuple[float, float], dict]:
     return (gain * math.log2(math.e) / math.sqrt(D), gain), constants
 
 
-def _splits(sizes: SplitSizes, device: torch.device, groups: int) -> int:
-    """Into how many splits the positions are divided for each group of rows."""
-    programs = sizes.programs * processors(device)
-    return min(32, triton.next_power_of_2(triton.cdiv(programs, groups)))
-
-
-def _split_scratch(
-    scratch: Scratch, groups: int, D: int, splits: int, rows: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What the splits leave for the last program: results, maxima and sums, counters."""
+def _divided(
+    pass_: Pass, KH: int, blocks: int, rows: int, D: int, sizes: SplitSizes
+) -> tuple[tuple[int, int, int], tuple[Tensor, Tensor, Tensor]]:
+    """The grid: blocks of `rows` rows for each key/value head, splits of the positions, segments. And
+    what the splits leave for the last program: results [..., D], maxima and sums, counters."""
+    scratch, segments = pass_.scratch, len(pass_.segments)
+    groups = KH * blocks * segments
+    programs = sizes.programs * processors(scratch.device)
+    splits = min(32, triton.next_power_of_2(triton.cdiv(programs, groups)))
     partial = scratch.zeros("partial", groups, splits, rows, D)
     ends = scratch.zeros("ends", groups, splits, rows, 2)
     arrived = scratch.zeros("splits done", groups, dtype=torch.int32)
-    return partial, ends, arrived
+    return (KH * blocks, splits, segments), (partial, ends, arrived)
 
 
 def _launch_split(q: Tensor, k: Tensor, v: Tensor, out: Tensor, pass_: Pass) -> None:
     T, H, D = q.shape
     KH, P, _ = k.shape
-    N = len(pass_.segments)
     rows = pass_.longest * H // KH
     scales, constants = _constants(q, k)
-    sizes = single_row_sizes(q.device, N) if rows == 1 else split_sizes(q.device, rows)
+    if rows == 1:
+        sizes = single_row_sizes(q.device, len(pass_.segments))
+    else:
+        sizes = split_sizes(q.device, rows)
     least = 1 if rows == 1 else 16  # rows, and positions: tl.dot needs 16 of each
     padded = min(triton.next_power_of_2(rows), SPLIT_ROWS)
     block_m = max(padded, least)
@@ -503,7 +503,8 @@ def _launch_split(q: Tensor, k: Tensor, v: Tensor, out: Tensor, pass_: Pass) -> 
         block_n = min(block_n, max(least, 4096 // constants["BLOCK_D"]))
         stages = 1
     blocks = triton.cdiv(rows, block_m)
-    splits = _splits(sizes, q.device, KH * blocks * N)
+    grid, scratch = _divided(pass_, KH, blocks, block_m, D, sizes)
+    _, splits, _ = grid
     constants |= dict(
         SPLITS=splits,
         MERGE=min(splits, max(1, 4096 // (padded * constants["BLOCK_D"]))),
@@ -511,9 +512,7 @@ def _launch_split(q: Tensor, k: Tensor, v: Tensor, out: Tensor, pass_: Pass) -> 
         LEAST=max(block_n, sizes.least),
         warps=sizes.warps,
     )
-    scratch = _split_scratch(pass_.scratch, KH * blocks * N, D, splits, block_m)
     args = (q, k, v, out, *scratch, pass_.segments, P, T, *scales)
-    grid = (KH * blocks, splits, N)
     if rows == 1:
         launch(_single_attention_kernel, grid, q.device, *args, **constants)
     else:
@@ -526,16 +525,13 @@ def _launch_few_rows(
 ) -> None:
     T, H, _ = q.shape
     KH, P, _ = k.shape
-    N = len(pass_.segments)
     scales, constants = _constants(q, k)
     blocks = triton.cdiv(pass_.longest * H // KH, hopper.FEW_M)
-    splits = _splits(sizes, q.device, KH * blocks * N)
     block_d = max(64, constants["BLOCK_D"])
-    constants |= dict(G=H // KH, BLOCKS=blocks, BLOCK_D=block_d, WARPS=sizes.warps, SPLITS=splits)
+    grid, scratch = _divided(pass_, KH, blocks, hopper.FEW_M, block_d, sizes)
+    constants |= dict(G=H // KH, BLOCKS=blocks, BLOCK_D=block_d, WARPS=sizes.warps, SPLITS=grid[1])
     constants |= dict(LEAST=max(16 * sizes.warps, sizes.least), warps=sizes.warps)
-    scratch = _split_scratch(pass_.scratch, KH * blocks * N, block_d, splits, hopper.FEW_M)
     args = (q, k, v, out, *scratch, pass_.segments, P, T, *scales)
-    grid = (KH * blocks, splits, N)
     launch(hopper.few_attention_kernel, grid, q.device, *args, **constants)
 
 
@@ -545,14 +541,13 @@ def _launch_prompt(
     T, H, D = q.shape
     P, segments = k.shape[1], pass_.segments
     positions_at_once = SHARED_KEYS // (2 * D * k.element_size())
+    scales, constants = _constants(q, k)
     if capability(q.device) == 90 and hopper.attends_prompt(q) and not fp16_sums:
-        scales, _ = _constants(q, k)
         in_pool = k.dtype != torch.int8
         if not in_pool:
             k, v = decode_caches(k, v, segments, pass_.size, q.dtype)
         hopper.prompt_attention(q, k, v, out, segments, scales[0], positions_at_once, in_pool)
         return
-    scales, constants = _constants(q, k)
     # These fit into the 99 kB of shared memory that the smallest cards have
     if q.element_size() == 4:
         block_m, block_n, stages = (32, 16, 2) if D > 128 else (64, 32, 2)

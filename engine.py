@@ -31,11 +31,12 @@ from model import Llama, not_finite
 from passes import MOST_TEXTS, Moment, Pass, Passes, Segment, Wish
 from products import MAX_FEW
 from sampling import Sampling, mask_without
-from speculation.proposals import Chain, Proposer, agreeing
+from speculation.proposals import Proposer, agreeing
 from texts import Score, Timings, check_prompt, check_room
 
 if TYPE_CHECKING:
     from constraints import Constraint
+    from speculation.heads import Chain
 
 # Tokens of a prompt at once, while other texts wait for their next one: for them each chunk is a pause
 CHUNK_BESIDE = {"cpu": 128, "cuda": 512}
@@ -45,42 +46,30 @@ SCORES_AT_ONCE = 1 << 22  # logits of a prompt's tokens that are in memory toget
 # ---- sequences
 
 
+@dataclass(eq=False, repr=False)
 class Sequence:
     """One text: a prompt, and how it goes on."""
 
-    def __init__(
-        self,
-        prompt: list[int],
-        take: Callable[[int, Score | None], bool],
-        n: int = -1,
-        sampling: Sampling = Sampling(),
-        eos: Collection[int] = (),
-        ignore_eos: bool = False,
-        progress: Callable[[int, int], None] | None = None,
-        scores: int | None = None,
-        prompt_scores: Callable[[list[Score]], None] | None = None,
-        bias: Mapping[int, float] | None = None,
-        constraint: Constraint | None = None,
-    ):
-        """take: called with each token as it is read, and its score if asked for; returns whether the
-        text ends there. n: tokens at most; below 0 as many as fit. eos: ids that end the text; with
-        ignore_eos they are never sampled. progress: called with the number of tokens of the prompt that
-        are done, and the total. scores: note each token's, with that many of the most probable ones.
-        prompt_scores: called with those of a part of the prompt's tokens, from the second on. bias:
-        added to the logits of these ids. constraint: says which tokens may come next."""
-        self.prompt = [*prompt]  # the caller may go on using the list
-        self.take = take
-        self.n = n
-        self.sampling = sampling
-        self.eos = frozenset(eos)
-        self.ignores_eos = ignore_eos
+    prompt: list[int]
+    # Called with each token as it is read, and its score if asked for; returns whether the text ends there
+    take: Callable[[int, Score | None], bool]
+    n: int = -1  # tokens at most; below 0 as many as fit
+    sampling: Sampling = Sampling()
+    eos: Collection[int] = ()  # ids that end the text
+    ignore_eos: bool = False  # they are never sampled
+    # Called with the number of tokens of the prompt that are done, and the total
+    progress: Callable[[int, int], None] | None = None
+    scores: int | None = None  # note each token's, with that many of the most probable ones
+    # Called with those of a part of the prompt's tokens, from the second on
+    prompt_scores: Callable[[list[Score]], None] | None = None
+    bias: Mapping[int, float] | None = None  # added to the logits of these ids
+    constraint: Constraint | None = None  # says which tokens may come next
+
+    def __post_init__(self) -> None:
+        self.prompt = [*self.prompt]  # the caller may go on using the list
+        self.eos = frozenset(self.eos)
         self.mask: Tensor | None = None  # a bit for each token that may be sampled; None if all may
-        self.progress = progress
-        self.scores = scores
-        self.prompt_scores = prompt_scores
-        self.bias = bias
-        self.constraint = constraint
-        self.ids = [*prompt]  # the prompt and what was read of the text
+        self.ids = [*self.prompt]  # the prompt and what was read of the text
         self.timings = Timings()
         self.finished = False
         self.error: Exception | None = None
@@ -211,7 +200,6 @@ class Engine:
         self._launched: deque[Launched] = deque()
         self._prompts_turn = True
         self._uses = 0
-        self._count = 0  # of passes
 
     # Texts
 
@@ -255,18 +243,13 @@ class Engine:
             self._admit()
             starting = next((s for s in self.running if s.starts), None)
             writing = [s for s in self.running if 0 < s.drawn < s.limit]
-            count = self._count
             if starting and (self._prompts_turn or not writing):
                 self._guarded(starting, self._evaluate_prompt, starting, bool(writing))
                 self._prompts_turn = False
             elif writing:
                 self._write(writing)
                 self._prompts_turn = True
-            self._read_all_but(int(self.model.uses_graphs and self._count > count))
-
-    def _launch(self, launched: Launched) -> None:
-        self._launched.append(launched)
-        self._count += 1
+            self._read_all_but(int(self.model.uses_graphs and bool(starting or writing)))
 
     def _guarded(self, sequence: Sequence, do: Callable, *args) -> None:
         """Call `do`; an error that it raises ends the sequence, and no other."""
@@ -323,7 +306,7 @@ class Engine:
         slot.used = self._uses
         V = self.model.config.vocab_size
         # A tokenizer without an eos says -1
-        never = [i for i in sequence.eos if sequence.ignores_eos and 0 <= i < V]
+        never = [i for i in sequence.eos if sequence.ignore_eos and 0 <= i < V]
         sequence.mask = mask_without(never, V) if never else None
         sequence.pos = sequence.placed = common
         room = self.size - len(prompt)
@@ -365,7 +348,7 @@ class Engine:
             sequence.drawn = 1
             sequence.placed += 1
         moment = Moment(self.model.device)
-        self._launch(Launched(begun, moment, [sequence], rows, scores))
+        self._launched.append(Launched(begun, moment, [sequence], rows, scores))
 
     def _sample_first(self, sequence: Sequence) -> tuple | None:
         """Sample the token after the prompt, from its slot's logits."""
@@ -430,7 +413,7 @@ class Engine:
             pass_.expected = [s.pos for s in sequences]
         ended = Moment(self.model.device)
         waited = proposes and self.model.uses_graphs
-        self._launch(Launched(begun, ended, sequences, rows, scores, True, waited))
+        self._launched.append(Launched(begun, ended, sequences, rows, scores, True, waited))
         if any(proposals):
             self._read_all_but(0)
 
@@ -482,7 +465,7 @@ class Engine:
         ended = Moment(self.model.device)
         waited = self.model.uses_graphs and not goes_on
         rows = [Row(s, None) for s in sequences]
-        self._launch(Launched(begun, ended, sequences, rows, None, True, waited, verified))
+        self._launched.append(Launched(begun, ended, sequences, rows, None, True, waited, verified))
         self._chain = chain
 
     def _begin(self, sequences: list[Sequence], chain: Chain) -> None:
@@ -611,7 +594,7 @@ class Engine:
             s.constraint.accept(token)
         ends = s.take(token, score)
         count = len(s.ids) - len(s.prompt)
-        if ends or (token in s.eos and not s.ignores_eos) or count >= s.limit:
+        if ends or (token in s.eos and not s.ignore_eos) or count >= s.limit:
             self._finish(s)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import products
-from cards.sizes import ManySizes, many_sizes
+from cards.sizes import FewSizes, ManySizes, many_sizes
 from formats import Experts, Matrix
 from fp8 import E4M3, E4M3_NATIVE
 from launch import (
@@ -350,8 +350,9 @@ def _launch_several(
     experts = Experts(E, triton.next_power_of_2(E), T * k // len(x))
     slots = Slots(routes.order, routes.counts, experts)
     coded = _coded_sizes(w, accumulate, each)
-    if products.few_sizes_of(product, T):
-        products.launch_few(product, epilogue, args, T, slots)
+    sizes = products.kernel_sizes(product, T)
+    if isinstance(sizes, FewSizes):
+        products.launch_few(product, epilogue, args, sizes, T, slots)
     elif coded:
         w = products.as_e4m3(w)
         codes, x_scales = products.encode_rows(x, norm, eps)

@@ -10,7 +10,6 @@ and proposals that are checked are all passes: segments of sequences, with rows 
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -21,7 +20,7 @@ from torch import Tensor
 from launch import Scratch, captured
 from model import Llama, q_scales, rope_tables
 from products import MAX_FEW
-from sampling import Sampler, Sampling, Switches, all_of
+from sampling import Sampler, Sampling, Switches, all_of, send
 from texts import check_room
 
 if TYPE_CHECKING:
@@ -183,23 +182,12 @@ class Pass:
         places += [self.spare + position for position in positions[real:]]
         steps = [int(self.feeds)] * real + [0] * (T - real)
         values = places + positions + table + steps + steps + moves
-        known = pinned(values, torch.int32, self.place.device)
-        self._now_and_step.copy_(known.view(2, -1), non_blocking=True)
+        send(values, self._now_and_step)
 
     def move(self) -> None:
         """Go on to the tokens that were sampled."""
         if self.feeds:
             self.now.add_(self._step)
-
-
-TYPECODES = {torch.int32: "i", torch.int64: "q"}  # of arrays
-
-
-def pinned(values: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Values, at least one, in the host's memory; for a GPU in pinned memory, from which it copies while
-    the host goes on. torch.tensor would take three times as long to read the list."""
-    known = torch.frombuffer(array(TYPECODES[dtype], values), dtype=dtype)
-    return known.pin_memory() if device.type == "cuda" else known
 
 
 # ---- running them
@@ -271,9 +259,7 @@ class Passes:
         """Write tokens into the cache. An id of -1, which stands for logits that are not finite, becomes
         0."""
         if ids:
-            tokens = self.cache.tokens
-            known = pinned([max(id, 0) for id in ids], torch.int32, tokens.device)
-            tokens[place : place + len(ids)].copy_(known, non_blocking=True)
+            send([max(id, 0) for id in ids], self.cache.tokens[place : place + len(ids)])
 
     def set_sampling(self, pass_: Pass, wishes: list[Wish]) -> None:
         """Give the rows of each segment its settings."""
@@ -392,12 +378,9 @@ class Passes:
     def forward(self, ids: list[int], start: int = 0, first: int = 0) -> Tensor:
         """The same for T tokens at once. Returns the logits of all of them, float32 [T, V]."""
         check_room(start + len(ids), self.size)
-        V = self.model.config.vocab_size
-        logits = torch.empty(len(ids), V, device=self.model.device)
-        pass_ = Pass(self.model, self.cache, len(ids), 1, False, logits)
+        pass_ = self.pass_at(start, len(ids), first)
         self.write_tokens(first + start, ids)
-        pass_.take([Segment(first, start, len(ids))])
-        return self.model.forward(pass_, logits)
+        return self.model.forward(pass_, pass_.logits)
 
     @torch.inference_mode()
     def sample_on(
@@ -422,10 +405,9 @@ class Passes:
         place = first + len(ids)
         return self.cache.drawn[place : place + n].tolist()
 
-    def pass_at(self, start: int, count: int, texts: int = 1) -> Pass:
-        """A pass of `count` tokens of each of the first sequences, from a position on, with the logits
-        of all of them."""
-        logits = torch.zeros(texts * count, self.model.config.vocab_size, device=self.model.device)
-        pass_ = Pass(self.model, self.cache, texts * count, texts, False, logits)
-        pass_.take([Segment(i * self.cache.run, start, count) for i in range(texts)])
+    def pass_at(self, start: int, count: int, first: int = 0) -> Pass:
+        """A pass of `count` tokens of a sequence, from a position on, with the logits of all of them."""
+        logits = torch.zeros(count, self.model.config.vocab_size, device=self.model.device)
+        pass_ = Pass(self.model, self.cache, count, 1, False, logits)
+        pass_.take([Segment(first, start, count)])
         return pass_

@@ -24,7 +24,7 @@ from __future__ import annotations  # tl.constexpr is not evaluated where there 
 
 import math
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -261,9 +261,9 @@ class Slots(NamedTuple):
     """Which matrices several tokens take. A token has k slots, each of which has chosen an
     expert."""
 
-    order: Tensor  # int32 [T k]: the slots, sorted by expert
-    counts: Tensor  # int32 [E]: how many slots each expert has
-    experts: Experts
+    order: Tensor | None = None  # int32 [T k]: the slots, sorted by expert
+    counts: Tensor | None = None  # int32 [E]: how many slots each expert has
+    experts: Experts | None = None  # None: there are none, and a token takes the whole matrix
 
 
 # ---- half precision: the arithmetic of 8-bit codes with one token
@@ -714,22 +714,11 @@ def _many_kernel(
 # ---- launching
 
 
-class Plan(NamedTuple):
-    """A kernel for a product, and how it is launched."""
-
-    kernel: object
-    # Programs that share the rows of a matrix, then matrices or blocks of tokens or slots; in
-    # cards/hopper.py all programs
-    grid: tuple[int, ...]
-    warps: int
-    constants: dict[str, Any]  # what it is compiled for, besides N, K, format and epilogue
-
-
 def is_fused(product: Product) -> bool:
     """Whether launch_product has a kernel for it. Otherwise the product is the library's: with
     several tokens in fp32, with more than MAX_FEW in 16 bits, and where launch.json says so."""
     T = len(product.x)
-    return T == 1 or few_sizes_of(product, T) is not None or many_sizes_of(product, T) is not None
+    return T == 1 or kernel_sizes(product, T) is not None
 
 
 def launch_product(product: Product, epilogue: Epilogue, args: tuple) -> None:
@@ -737,10 +726,10 @@ def launch_product(product: Product, epilogue: Epilogue, args: tuple) -> None:
     T = len(product.x)
     if T == 1:
         launch_single(product, epilogue, args)
-    elif few_sizes_of(product, T):
-        launch_few(product, epilogue, args, T)
+    elif isinstance(sizes := kernel_sizes(product, T), FewSizes):
+        launch_few(product, epilogue, args, sizes, T)
     else:
-        launch_many(product, epilogue, args, many_sizes_of(product, T))
+        launch_many(product, epilogue, args, sizes)
 
 
 def launch_single(
@@ -754,15 +743,15 @@ def launch_single(
     aligned = x.element_size() == 2 and x.data_ptr() % 16 == 0
     in_half2 = aligned and w.columns % format.weights_per_thread == 0
     if in_half2 and format.stream_load:
-        plan = _stream_plan(op, w, format, stack)
+        kernel, grid, constants = _stream_plan(op, w, stack)
     else:
-        plan = _vector_plan(op, w, format, stack, in_half2)
+        kernel, grid, constants = _vector_plan(op, w, format, stack, in_half2)
     args = (x, norm, w.tensors, w.bias, eps, args, stack.ids)
-    launch_plan(plan, args, w, stack.rows, epilogue, SUMMED=stack.summed)
+    _launch(kernel, grid, args, w, stack.rows, epilogue, **constants, SUMMED=stack.summed)
 
 
-def _vector_plan(op: str, w: Matrix, format: Format, stack: Stack, in_half2: bool) -> Plan:
-    """in_half2: whether x allows products in half precision."""
+def _vector_plan(op: str, w: Matrix, format: Format, stack: Stack, in_half2: bool) -> tuple:
+    """The kernel, its grid and its constants. in_half2: whether x allows products in half precision."""
     K = w.columns
     sizes = vector_sizes(w.data.device, w.bits, op, K)
     least = 32 * format.weights_per_thread  # columns that a warp takes at once
@@ -771,12 +760,12 @@ def _vector_plan(op: str, w: Matrix, format: Format, stack: Stack, in_half2: boo
     asm = None
     if in_half2 and format.half2 and block >= least * warps:
         asm = half2_asm(format.half2)
-    constants = dict(ROWS=sizes.rows, BLOCK=block, HALF2_ASM=asm)
+    constants = dict(ROWS=sizes.rows, BLOCK=block, HALF2_ASM=asm, warps=warps)
     grid = (triton.cdiv(stack.rows, sizes.rows), stack.products)
-    return Plan(_vector_kernel, grid, warps, constants)
+    return _vector_kernel, grid, constants
 
 
-def _stream_plan(op: str, w: Matrix, format: Format, stack: Stack) -> Plan:
+def _stream_plan(op: str, w: Matrix, stack: Stack) -> tuple:
     device, K = w.data.device, w.columns * stack.summed
     sizes = stream_sizes(device, w.bits, op, K)
     block = stream_block(sizes.block, K)
@@ -787,9 +776,10 @@ def _stream_plan(op: str, w: Matrix, format: Format, stack: Stack) -> Plan:
         TILES=tiles,
         BLOCK=block,
         STAGES=sizes.stages,
+        warps=block // 2048,
     )
     grid = (triton.cdiv(stack.rows, sizes.rows * tiles), stack.products)
-    return Plan(stream_kernel, grid, block // 2048, constants)
+    return stream_kernel, grid, constants
 
 
 def stream_block(block: int, columns: int) -> int:
@@ -799,23 +789,19 @@ def stream_block(block: int, columns: int) -> int:
     return max(block, triton.next_power_of_2(triton.cdiv(columns, 3)))
 
 
-def few_sizes_of(product: Product, tokens: int) -> FewSizes | None:
-    """How _few_kernel divides the product of so many tokens, of which each may have several rows of
-    x, one for each of its experts. Returns None for another way to compute it."""
+def kernel_sizes(product: Product, tokens: int) -> FewSizes | ManySizes | None:
+    """How _few_kernel or a kernel of many divides the product of so many tokens, of which each may have
+    several rows of x, one for each of its experts. Returns None for another way to compute it.
+
+    many_kernel multiplies even a few tokens where it is faster: launch.json has sizes for it. It turns
+    nearly all of the L1 into shared memory, also for the kernels between its launches, and _few_kernel
+    needs the L1: beside many_kernel it may take 1.6 times as long. So where a model mixes formats,
+    _few_kernel multiplies all of them."""
     op, x, w, *_ = product
-    if tokens > MAX_FEW or x.dtype not in (torch.float16, torch.bfloat16):
-        return None
-    if goes_to_many(product, tokens):
-        return None
-    return few_sizes(x.device, w.bits, op, w.shape, _padded(tokens))
-
-
-def goes_to_many(product: Product, tokens: int) -> bool:
-    """Whether many_kernel multiplies even so few tokens: where it is faster, launch.json has sizes for
-    it. It turns nearly all of the L1 into shared memory, also for the kernels between its launches,
-    and _few_kernel needs the L1: beside many_kernel it may take 1.6 times as long. So where a model
-    mixes formats, _few_kernel multiplies all of them."""
-    return not format_of(product.w).mixed and many_sizes_of(product, tokens) is not None
+    many = many_sizes_of(product, tokens)
+    if tokens > MAX_FEW or x.element_size() != 2 or many and not format_of(w).mixed:
+        return many
+    return few_sizes(x.device, w.bits, op, w.shape, _padded(tokens)) or many
 
 
 def _padded(tokens: int) -> int:
@@ -824,30 +810,33 @@ def _padded(tokens: int) -> int:
 
 
 def launch_few(
-    product: Product, epilogue: Epilogue, args: tuple, tokens: int, slots: Slots | None = None
+    product: Product,
+    epilogue: Epilogue,
+    args: tuple,
+    sizes: FewSizes,
+    tokens: int,
+    slots: Slots = Slots(),
 ) -> None:
     """launch_product of a few tokens; with slots, of theirs with the matrices of their experts."""
     w, K = product.w, product.w.columns
-    if slots is None:
-        order = counts = experts = None
-        rows, count, blocks = w.rows, tokens, 1
-    else:
+    order, counts, experts = slots
+    rows, count, blocks = w.rows, tokens, 1
+    if experts:
         assert w.bias is None, "matrices of experts have no bias"
-        order, counts, experts = slots
-        rows, count = w.rows // len(counts), len(order)
-        blocks = min(count, len(counts))
-    sizes = few_sizes_of(product, tokens)
-    assert sizes is not None, (product.op, product.x.shape, product.x.dtype, w.shape)
+        rows, count = w.rows // experts.count, len(order)
+        blocks = min(count, experts.count)
     each = triton.next_power_of_2(16 * 8 // w.bits)  # weights that a thread loads at once
     warps = min(sizes.warps, max(1, triton.next_power_of_2(K) // (4 * each * sizes.steps)))
     constants = dict(
         TOKENS=_padded(tokens),
         EACH=each,
         TILE=sizes._replace(warps=warps),
+        EXPERTS=experts,
+        warps=warps,
     )
-    plan = Plan(_few_kernel, (triton.cdiv(rows, sizes.rows), blocks), warps, constants)
+    grid = (triton.cdiv(rows, sizes.rows), blocks)
     args = (product.normed(), w.tensors, w.bias, count, args, order, counts)
-    launch_plan(plan, args, w, rows, epilogue, EXPERTS=experts)
+    _launch(_few_kernel, grid, args, w, rows, epilogue, **constants)
 
 
 # Up to so many rows of x without a norm are put into W's order as they are copied. With more, bank
@@ -879,22 +868,21 @@ def launch_many(
     epilogue: Epilogue,
     args: tuple,
     sizes: ManySizes,
-    slots: Slots | None = None,
+    slots: Slots = Slots(),
     x_scales: Tensor | None = None,
 ) -> None:
     """launch_product of many tokens; with slots, of theirs with the matrices of their experts. With
     x_scales, x and W are E4M3 codes."""
     w = product.w
-    order = counts = experts = None
+    order, counts, experts = slots
     rows, count = w.rows, len(product.x)
     blocks = triton.cdiv(count, sizes.block)
-    if slots:
+    if experts:
         assert w.bias is None, "matrices of experts have no bias"
-        order, counts, experts = slots
-        rows, count = w.rows // len(counts), len(order)
-        blocks = min(count, triton.cdiv(count, sizes.block) + len(counts) - 1)
+        rows, count = w.rows // experts.count, len(order)
+        blocks = min(count, triton.cdiv(count, sizes.block) + experts.count - 1)
     row_tiles = triton.cdiv(rows, sizes.rows)
-    constants = dict(TOKENS=sizes.block, ROWS=sizes.rows, EXPERTS=experts)
+    constants = dict(TOKENS=sizes.block, ROWS=sizes.rows, EXPERTS=experts, warps=sizes.warps)
     last = (w.bias, count, args, order, counts)
     columns = _columns_on_hopper(product.x, w, sizes)
     if columns:
@@ -903,7 +891,7 @@ def launch_many(
         constants |= dict(X_FORMAT=PLAIN if ordered else format_of(w))
         programs = processors(x.device) * sizes.programs
         shared = (None, None)
-        if not slots:
+        if not experts:
             tiles = blocks * row_tiles
             if tiles < programs:  # equal parts of each
                 programs = tiles * min(programs // tiles, w.columns // columns)
@@ -911,15 +899,15 @@ def launch_many(
             shared = (sums, _arrived(x.device, tiles))
         constants |= dict(COLUMNS=columns, STAGES=hopper.stages(w, sizes, columns))
         constants |= dict(maxnreg=hopper.registers(sizes.warps, sizes.programs))
-        plan = Plan(hopper.many_kernel, (programs,), sizes.warps, constants)
         codes = hopper.codes_descriptor(w, sizes, columns)
-        launch_plan(plan, (x, codes, w.tensors, *last, *shared), w, rows, epilogue)
+        args = (x, codes, w.tensors, *last, *shared)
+        _launch(hopper.many_kernel, (programs,), args, w, rows, epilogue, **constants)
     else:
         x = product.normed()
         block = max(64, min(sizes.columns, 128) * 2 // x.element_size())
         constants |= dict(BLOCK=block, STAGES=min(4, sizes.stages))
-        plan = Plan(_many_kernel, (row_tiles, blocks), sizes.warps, constants)
-        launch_plan(plan, (x, x_scales, w.tensors, *last), w, rows, epilogue)
+        args = (x, x_scales, w.tensors, *last)
+        _launch(_many_kernel, (row_tiles, blocks), args, w, rows, epilogue, **constants)
 
 
 def _columns_on_hopper(x: Tensor, w: Matrix, sizes: ManySizes) -> int:
@@ -932,24 +920,23 @@ def _columns_on_hopper(x: Tensor, w: Matrix, sizes: ManySizes) -> int:
     return columns if columns >= min(sizes.columns, 128) else 0
 
 
-def launch_plan(
-    plan: Plan, args: tuple, w: Matrix, rows: int, epilogue: Epilogue, **constants
+def _launch(
+    kernel, grid: tuple, args: tuple, w: Matrix, rows: int, epilogue: Epilogue, **constants
 ) -> None:
-    """args: of the kernel, x first. rows: of W, or of each matrix in it."""
+    """grid: programs that share the rows of a matrix, then matrices or blocks of tokens or slots; in
+    cards/hopper.py all programs. args: of the kernel, x first. rows: of W, or of each matrix in it."""
     x = args[0]
     assert x.shape[-1] == w.columns and x.is_contiguous(), (x.shape, w.shape)
     launch(
-        plan.kernel,
-        plan.grid,
+        kernel,
+        grid,
         x.device,
         *args,
         N=rows,
         K=w.columns,
         **constants,
-        **plan.constants,
         FORMAT=format_of(w),
         EPILOGUE=epilogue,
-        warps=plan.warps,
     )
 
 

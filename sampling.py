@@ -29,6 +29,7 @@ from __future__ import annotations  # tl.constexpr is not evaluated where there 
 
 import functools
 import math
+from array import array
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -150,11 +151,9 @@ class Sampler:
         rows = len(self.settings)
         assert len(settings) <= rows, (len(settings), rows)
         self.settings = [*settings, *[GREEDY] * (rows - len(settings))]
-        own = [numbers(s) for s in self.settings]
-        _send(torch.tensor(own, dtype=torch.float32), self.numbers)
-        _send(torch.tensor([s.seed for s in self.settings]), self.seeds)
-        begins = [*begins, *[0] * (rows - len(begins))]
-        _send(torch.tensor(begins, dtype=torch.int32), self.begins)
+        send([number for s in self.settings for number in numbers(s)], self.numbers)
+        send([s.seed for s in self.settings], self.seeds)
+        send([*begins, *[0] * (rows - len(begins))], self.begins)
         self.biases = self._rows("biases", biases, 0)
         self.restrict(None)
 
@@ -168,7 +167,7 @@ class Sampler:
         if given is None:
             return None
         rows = self.scratch.zeros(name, len(self.settings), given.shape[1], dtype=given.dtype)
-        _send(given, rows[: len(given)])
+        send(given, rows[: len(given)])
         rows[len(given) :] = neutral
         return rows
 
@@ -185,8 +184,14 @@ class Sampler:
         return Switches(not drawing, *asked, penalty, uses_top_k, uses_top_p, sorts)
 
 
-def _send(values: Tensor, to: Tensor) -> None:
-    """Copy host memory to the device. Torch keeps pinned memory until the copy is done."""
+TYPECODES = {torch.int32: "i", torch.int64: "q", torch.float32: "f"}  # of arrays
+
+
+def send(values: Tensor | list, to: Tensor) -> None:
+    """Copy values, at least one, from the host to a device; to a GPU while the host goes on, from pinned
+    memory, which torch keeps until the copy is done."""
+    if isinstance(values, list):  # torch.tensor would take three times as long to read it
+        values = torch.frombuffer(array(TYPECODES[to.dtype], values), dtype=to.dtype).view(to.shape)
     if to.is_cuda:
         values = values.pin_memory()
     to.copy_(values, non_blocking=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -102,23 +102,16 @@ class Text:
         return due
 
 
+@dataclass
 class PromptScores:
     """Collects the scores of a prompt's tokens for a text that begins with it."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        text: str,
-        prompt: list[int],
-        done: Callable[[str, list[Logprob]], None],
-    ):
-        """text: the prompt as text. done: called with it and with the log-probabilities of all its
-        tokens."""
-        self.tokenizer = tokenizer
-        self.text = text
-        self.prompt = prompt
-        self.done = done
-        self.scores: list[Score | None] = [None]  # nothing comes before the first token
+    tokenizer: Tokenizer
+    text: str  # the prompt as text
+    prompt: list[int]
+    done: Callable[[str, list[Logprob]], None]  # takes the text and what is known of all its tokens
+    # Nothing comes before the first token
+    scores: list[Score | None] = field(default_factory=lambda: [None], init=False)
 
     def add(self, scores: list[Score]) -> None:
         """Take the scores of the next tokens."""
@@ -176,8 +169,8 @@ class LocalGeneration(Generation):
             text.finish()
         piece = text.pieces.popleft()
         new = len(piece.ids)
-        if text.ended_by == "eos" and not text.pieces:
-            new += 1
+        if text.finished and not text.pieces:  # with an eos, if one has ended it
+            new = text.tokens - len(self.ids)
         sequence.note_time(seconds, new)
         if sequence.slot:
             self.cached_tokens = self.prompt_tokens - self.timings.prompt_tokens

@@ -27,7 +27,7 @@ from model import LayerWeights, Llama
 from passes import Pass
 from settings import Sampling
 from speculation.head_file import HeadWeights
-from speculation.heads import Head, Verification
+from speculation.heads import Chain, Head
 from talk import bench_flags
 from talk.cli import Parser, note, use_safe_streams
 
@@ -75,7 +75,7 @@ def random_head(model: Llama, format: Format | None, known: int = KNOWN) -> Head
     )
 
 
-def plant(model: Llama, chain: Verification, accepted: float) -> None:
+def plant(model: Llama, chain: Chain, accepted: float) -> None:
     """Let the model draw what was proposed to it, so often that so many proposals of a pass are accepted
     on average."""
     _, n = chain.shape

@@ -321,8 +321,8 @@ MUTANTS = [
     ),
     Mutant(
         "engine.py",
-        "if sequence.ignores_eos and 0 <= i < V]",
-        "if sequence.ignores_eos]",
+        "if sequence.ignore_eos and 0 <= i < V]",
+        "if sequence.ignore_eos]",
         "never_sampled",
     ),
     Mutant(

@@ -19,13 +19,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import bench
-from cards.sizes import nearest, save_tables, tables
+from cards.sizes import ManySizes, nearest, save_tables, tables
 from dev.passes import pass_seconds
 from formats import Matrix
 from launch import capability, triton
 from model import Llama
 from passes import Passes
-from products import Product, goes_to_many
+from products import Product, kernel_sizes
 from talk import bench_flags
 from talk.cli import Parser, use_safe_streams
 
@@ -114,7 +114,7 @@ def tune(args: argparse.Namespace) -> None:
         for op, w in products_of(model):
             if T > 1:
                 x = torch.empty(T, w.columns, dtype=model.dtype, device=model.device)
-                if goes_to_many(Product(op, x, w), T):
+                if isinstance(kernel_sizes(Product(op, x, w), T), ManySizes):
                     continue
             columns = w.columns
             if T == 1 and op == "experts_linear_add":

@@ -58,7 +58,7 @@ from loading.place import place as place_of
 from loading.saved import SAVED, SavedFolder, as_saved, filled, is_empty, write_tensors
 from loading.templates import find_template
 from loading.tensors import flaw
-from loading.tokenizer_files import files_in
+from loading.tokenizer_files import files_in, tokenizer_file
 from model import Config, Llama, enumerated
 from ranks.processes import Ranks
 from sampling import Sampling
@@ -145,7 +145,8 @@ def whole_checkpoint(path: Path) -> Checkpoint | None:
     except OSError:
         return None
     try:
-        layout.tokenizer()
+        if path.is_dir():
+            tokenizer_file(path)
         return Checkpoint(path, layout, config)
     except (OSError, ValueError):
         return None

@@ -52,16 +52,11 @@ ARRAY = 9
 STRINGS = 1 << 21
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    """A row of the table of tensors: where a tensor is."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TensorInfo(FileTensor):
+    """A row of the table of tensors: a tensor in blocks has no dtype."""
 
-    name: str
     type: Type
-    shape: tuple[int, ...]  # of its values, rows first, as in torch
-    file: Path
-    offset: int  # of its first byte in the file
-    stamp: tuple[int, ...] = ()  # of the file, see files.stamp_of
 
     @property
     def nbytes(self) -> int:
@@ -187,7 +182,8 @@ class Header:
         type = TYPES[kind]
         if 0 in shape or shape[-1] % type.block:
             raise self.damaged(f"{name} has the shape {list(shape)}, of type {type.name}")
-        return TensorInfo(name, type, shape, self.file, offset)
+        dtype = FLOAT_TYPES.get(type.name)
+        return TensorInfo(self.file, name, dtype, shape, offset, self.stamp, type=type)
 
     def read(self) -> GGUF:
         version = self.scalar("I")
@@ -208,7 +204,7 @@ class Header:
         for info in table:
             if info.name in gguf.tensors:
                 raise self.damaged(f"it has {info.name} twice")
-            gguf.tensors[info.name] = replace(info, offset=start + info.offset, stamp=self.stamp)
+            gguf.tensors[info.name] = replace(info, offset=start + info.offset)
             if start + info.offset + info.nbytes > self.size:
                 raise self.damaged(f"{info.name} lies outside it, perhaps because it is cut off")
         if sum(info.nbytes for info in table) > self.size:
@@ -448,7 +444,8 @@ JOINED = {  # tensors that have several parts in some families, one below the ot
 def files_of(gguf: GGUF, chat_template: str | None = None) -> TokenizerFiles:
     """What a file says about its tokenizer, see Layout.tokenizer_files."""
     vocabulary, config = tokenizer_files(gguf)
-    return with_template(gguf.file, chat_template, gguf.file, vocabulary, config, {}, [])
+    files = dict(file=gguf.file, vocabulary=vocabulary)
+    return with_template(gguf.file, chat_template, config, **files)
 
 
 class GgufFile(Layout):
@@ -468,9 +465,6 @@ class GgufFile(Layout):
     def config(self) -> Config:
         return config_of(self.config_json, self.generation, self.notes)
 
-    def tokenizer(self) -> Path:
-        return self.path
-
     def tokenizer_files(self, chat_template: str | None = None) -> TokenizerFiles:
         return files_of(self.header, chat_template)
 
@@ -487,13 +481,7 @@ class GgufFile(Layout):
         return files | {"tokenizer.json": as_json(vocabulary)}
 
     def file_tensors(self) -> list[FileTensor]:
-        found = []
-        for info in self.header.tensors.values():
-            dtype = FLOAT_TYPES.get(info.type.name)
-            found.append(
-                FileTensor(info.file, info.name, dtype, info.shape, info.offset, info.stamp)
-            )
-        return found
+        return [*self.header.tensors.values()]
 
     def name_of(self, part: Part) -> str:
         stem = self.family.gguf_renames.get(part.stem, NAMES[part.stem])
@@ -514,7 +502,7 @@ class GgufFile(Layout):
         self, name: str, shape: tuple[int, ...], found: Found, head_dim: int | None = None
     ) -> Stored | None:
         """What the file has under a name. Returns None if there is nothing."""
-        if name not in found or name not in self.header.tensors:
+        if name not in found:
             return None
         info = self.header.tensors[name]
         # A tensor of one dimension never is in blocks

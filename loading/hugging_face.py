@@ -22,10 +22,9 @@ from loading.quantised import FLOATS, Packing, checked, of_rows, packing_of
 from loading.reading import FileTensor
 from loading.rope import rope_of
 from loading.tensors import Found, Spans, Stored, columns_in, files_for, floats
-from loading.tokenizer_files import files_in
+from loading.tokenizer_files import ORIGINAL_TYPE
 from model import Config
 from settings import SETTINGS
-from tokenizer import TokenizerFiles
 
 # What it calls what names.Part calls so, unless the model's family says otherwise
 NAMES = {
@@ -57,9 +56,7 @@ JOINED = {
     "mlp.experts.gate_up_proj": ("feed_forward.experts.w1", "feed_forward.experts.w3"),
     "mlp.experts.down_proj": ("feed_forward.experts.w2",),
 }
-# In the config.json of a folder that --save wrote: its model_type, and where the original's is
-SAVED_TYPE = "fused-llama"
-ORIGINAL_TYPE = "original_model_type"
+SAVED_TYPE = "fused-llama"  # the model_type in the config.json of a folder that --save wrote
 # Beside the text in models that also know images
 OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 OF_TEXT = re.compile(r"^(model\.)?language_model\.")
@@ -78,10 +75,6 @@ class HuggingFaceFolder(Folder):
     @staticmethod
     def is_at(files: Files) -> bool:
         return files.has("config.json")
-
-    def tokenizer_files(self, chat_template: str | None = None) -> TokenizerFiles:
-        model_type = self.config_json.get("model_type", "llama")
-        return files_in(self.path, chat_template, model_type)
 
     def config(self) -> Config:
         return config_of(self.config_json, self.generation, self.notes)

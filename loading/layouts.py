@@ -131,10 +131,6 @@ class Layout(ABC):
         """The model's configuration. Raises OSError, ValueError."""
 
     @abstractmethod
-    def tokenizer(self) -> Path:
-        """The file that holds the vocabulary. Raises OSError."""
-
-    @abstractmethod
     def tokenizer_files(self, chat_template: str | None = None) -> TokenizerFiles:
         """What its files say about the tokenizer. chat_template: a name or a file, instead of its own.
         Raises OSError, ValueError."""
@@ -186,11 +182,8 @@ class Folder(Layout):
         self.generation = files.fields("generation_config.json")
 
     def small_files(self) -> dict[str, bytes]:
-        files = [*(self.path / name for name in hub.SMALL_FILES), self.tokenizer()]
+        files = [*(self.path / name for name in hub.SMALL_FILES), tokenizer_file(self.path)]
         return {file.name: read_bytes(file) for file in files if file.is_file()}
-
-    def tokenizer(self) -> Path:
-        return tokenizer_file(self.path)
 
     def tokenizer_files(self, chat_template: str | None = None) -> TokenizerFiles:
         return files_in(self.path, chat_template)

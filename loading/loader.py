@@ -124,13 +124,6 @@ class Loader:
 
     @torch.inference_mode()
     def load(self) -> Weights:
-        weights = self.weights()
-        if self.device.type == "cuda":  # what loading needed in addition to the weights
-            self.workspace = None
-            torch.cuda.empty_cache()
-        return weights
-
-    def weights(self) -> Weights:
         with self.bar:
             embedding, *of_layers, norm, output = model_tensors(self.whole)
             table = self.vector(embedding)
@@ -141,9 +134,12 @@ class Loader:
             else:
                 last = self.matrix(output)
             layers = itertools.groupby(of_layers, lambda t: t.layer)
-            return Weights(
-                table, [self.layer(tensors) for _, tensors in layers], self.vector(norm), last
-            )
+            made = [self.layer(tensors) for _, tensors in layers]
+            weights = Weights(table, made, self.vector(norm), last)
+        if self.device.type == "cuda":  # what loading needed in addition to the weights
+            self.workspace = None
+            torch.cuda.empty_cache()
+        return weights
 
     def layer(self, tensors: Iterable[ModelTensor]) -> LayerWeights:
         made = {}

@@ -151,15 +151,16 @@ class ModelTensor:
         """Whether its parts are stacks."""
         return self.parts[0].of_experts
 
-    def matrices(self, c: Config) -> int:
-        """How many experts have a matrix in it; 1 if it does not belong to experts."""
-        if self.of_experts:
-            return c.n_experts
-        return 1
-
     def shape(self, c: Config) -> tuple[int, ...]:
         rows = sum(part.joined_shape(c)[0] for part in self.parts)
         return rows, *self.parts[0].joined_shape(c)[1:]
+
+    def stack_shape(self, c: Config) -> tuple[int, ...]:
+        """The shape of a matrix, or of the stack that it is."""
+        rows, columns = self.shape(c)
+        if self.of_experts:
+            return c.n_experts, rows // c.n_experts, columns
+        return rows, columns
 
     def rows(self, c: Config, share: Callable[[str], slice]) -> list[slice]:
         """The rows that a rank keeps: a slice for each part, or for each group of parts that take

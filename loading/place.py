@@ -310,7 +310,7 @@ def memory_of(
     # While they are encoded, all experts of a layer are in memory once more
     to_encode = (encoded_from or dtype).itemsize * largest_read(c) if formats else 0
     if device.type == "cpu":
-        largest = max(math.prod(t.shape(c)) // t.matrices(c) for t in matrices)
+        largest = max(math.prod(t.stack_shape(c)[-2:]) for t in matrices)
         running = MARGIN * largest * dtype.itemsize
     else:
         running = running_on_a_gpu(c, dtype, formats, options)

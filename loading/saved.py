@@ -17,15 +17,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from formats import Format, Tensors
-from loading.hugging_face import ORIGINAL_TYPE, SAVED_TYPE
+from loading.hugging_face import SAVED_TYPE
 from loading.layouts import Files, Folder, Layout
 from loading.names import ModelTensor, Part, model_tensors, tensor_in
 from loading.place import FORMATS
 from loading.quantised import Wanted
 from loading.reading import FileTensor
 from loading.tensors import Found, Spans, Stored, columns_in, files_for, floats
+from loading.tokenizer_files import ORIGINAL_TYPE
 from model import Config, Weights
-from tokenizer import TokenizerFiles
 
 SAVED = "model.safetensors"
 SAVED_LAYOUT = "2"  # of such a file; any other is refused
@@ -54,9 +54,6 @@ class SavedFolder(Folder):
     def config(self) -> Config:
         return replace(self.original.config(), factors=())  # they have been multiplied
 
-    def tokenizer_files(self, chat_template: str | None = None) -> TokenizerFiles:
-        return self.original.tokenizer_files(chat_template)
-
     def name_of(self, part: Part) -> str:
         return part.name
 
@@ -77,7 +74,7 @@ def saved_matrix(t: ModelTensor, c: Config, format: Format, found: Found) -> Sto
     """A matrix of the model, its parts joined, or a stack, in the format in which it was written."""
     wanted = names_of(t, c, format)
     files = files_for({name: Wanted(*about) for name, about in wanted.items()}, found)
-    *outer, K = shape = stack_of(t, c)
+    *outer, K = shape = t.stack_shape(c)
 
     def cut(spans: Spans) -> list[FileTensor]:
         *some, columns = spans
@@ -104,14 +101,6 @@ def saved_matrix(t: ModelTensor, c: Config, format: Format, found: Found) -> Sto
         format=format,
         problems=files.problems,
     )
-
-
-def stack_of(t: ModelTensor, c: Config) -> tuple[int, ...]:
-    """The shape of a matrix of the model, or of the stack that it is."""
-    rows, columns = t.shape(c)
-    if t.of_experts:
-        return c.n_experts, rows // c.n_experts, columns
-    return rows, columns
 
 
 def names_of(t: ModelTensor, c: Config, format: Format) -> dict[str, tuple]:

@@ -13,12 +13,12 @@ from loading.gguf_tokenizer import QWEN2
 from loading.templates import find_template, named_template
 from tokenizer import TokenizerFiles
 
+# Where the config.json of a folder that --save wrote has the original's model_type
+ORIGINAL_TYPE = "original_model_type"
 
-def files_in(
-    folder: Path, chat_template: str | None = None, model_type: str | None = None
-) -> TokenizerFiles:
-    """chat_template: a name or a file, instead of the folder's own. model_type: what its config.json
-    says, unless that is to be read. Raises OSError, ValueError."""
+
+def files_in(folder: Path, chat_template: str | None = None) -> TokenizerFiles:
+    """chat_template: a name or a file, instead of the folder's own. Raises OSError, ValueError."""
 
     def read(name: str) -> dict:
         file = folder / name
@@ -35,37 +35,29 @@ def files_in(
         vocabulary = of_two_files(vocabulary, folder, config)
     beside = []
     if isinstance(vocabulary, dict):
-        as_llama(vocabulary, model_type or read("config.json").get("model_type", "llama"), config)
+        said = read("config.json")
+        as_llama(vocabulary, said.get(ORIGINAL_TYPE, said.get("model_type", "llama")), config)
     else:
         with suppress(ValueError, TypeError):  # optional: it may be damaged, or have no such list
             beside += read("tokenizer.json").get("added_tokens") or []
     added = {}
     if not isinstance(config.get("added_tokens_decoder"), dict):
         added = read("added_tokens.json")
-    return with_template(folder, chat_template, file, vocabulary, config, added, beside)
+    files = dict(file=file, vocabulary=vocabulary, added=added, beside=beside)
+    return with_template(folder, chat_template, config, **files)
 
 
-def with_template(
-    path: Path,
-    chat_template: str | None,
-    file: Path,
-    vocabulary: bytes | dict,
-    config: dict,
-    added: dict,
-    beside: list,
-) -> TokenizerFiles:
-    """These files, and the template that is meant. path: of the checkpoint."""
+def with_template(path: Path, chat_template: str | None, config: dict, **files) -> TokenizerFiles:
+    """These files, and the template that is meant. path: of the checkpoint. files: the fields of
+    TokenizerFiles that do not depend on a template."""
     template, name = find_template(path, config, chat_template)
     of_tools = None if chat_template else named_template(config, "tool_use")
     return TokenizerFiles(
-        file=file,
-        vocabulary=vocabulary,
         config=config,
-        added=added,
-        beside=beside,
         template=template,
         template_name=name,
         tool_template=of_tools or template,
+        **files,
     )
 
 

@@ -14,7 +14,7 @@ last goes through attention: of the others nothing but keys and values is needed
 At temperature 0 the head proposes its most probable token, otherwise the one that the model's own
 random numbers draw from its logits. It counts if it is what the model draws: proposals.py.
 
-Head is the proposer, and Verification what it does on a device without the host. Rejected proposals
+Head is the proposer, and Chain what it does on a device without the host. Rejected proposals
 leave keys and values behind, which are overwritten before a row sees them."""
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from passes import LENGTHS, PROMPT_CHUNK, Cache, Pass, Passes, Wish, pinned
+from passes import LENGTHS, PROMPT_CHUNK, Cache, Pass, Passes, Wish
 from products import MAX_FEW, fit_norm
-from sampling import mask_without
+from sampling import mask_without, send
 from speculation.proposals import Proposer
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Head(Proposer):
         self.own_logits = torch.zeros(MAX_FEW, self.config.vocab_size, device=model.device)
         V = model.config.vocab_size
         self.mask = mask_without({*range(V)} - {*weights.ids.tolist()}, V)  # of what it knows
-        self.chains: dict[tuple[int, int], Verification] = {}
+        self.chains: dict[tuple[int, int], Chain] = {}
         self.passes_of: dict[int, Pass] = {}
 
     # The head
@@ -119,9 +119,9 @@ class Head(Proposer):
 
     # What the engine tells it
 
-    def chain(self, texts: int, n: int) -> Verification:
+    def chain(self, texts: int, n: int) -> Chain:
         if (texts, n) not in self.chains:
-            self.chains[texts, n] = Verification(self, texts, n)
+            self.chains[texts, n] = Chain(self, texts, n)
         return self.chains[texts, n]
 
     def kept(self, T: int) -> tuple[tuple[int, Tensor], ...]:
@@ -171,15 +171,18 @@ class Head(Proposer):
 # ---- without the host
 
 
-class Verification:
-    """See proposals.Chain. Where the rows of its passes lie is one tensor, `now`, since all move on
-    together: `pos` stands for the position of a text's last token, which is evaluated next."""
+class Chain:
+    """How the device goes on with N texts by itself: it evaluates their last tokens with n proposals,
+    samples, and proposes again. To run as a graph it has `now`, `logits` and `graphs`, as a Pass does.
+    Where the rows of its passes lie is one tensor, `now`, since all move on together: `pos` stands for
+    the position of a text's last token, which is evaluated next."""
 
     def __init__(self, head: Head, N: int, n: int):
         model, rows = head.model, N * (1 + n)
         self.head = head
         self.shape = (N, n)
         self.sequences: list[Sequence] = []
+        # Passes that sample, and how: see Passes.set_sampling
         self.sampling: list[tuple[Pass, list[Wish]]] = []
         logits = head.target.logits
         self.logits = logits[:rows]
@@ -202,6 +205,7 @@ class Verification:
         for step in self.steps:
             step.sampler = self.steps[0].sampler
         self.counts = numbers(N + 1)  # by how many tokens each text has moved on, and 0
+        # What was proposed to follow each row, and what was drawn
         self.found = numbers(2, N, 1 + n)
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
         self.ends = torch.arange(1 + n, device=model.device) == n  # what follows it is not proposed
@@ -213,6 +217,7 @@ class Verification:
         return self.target.switches, self.steps[0].switches
 
     def take(self, sequences: list[Sequence]) -> None:
+        """Go on with these texts."""
         N, _ = self.shape
         spare = self.head.cache.spare
         self.sequences = [*sequences]
@@ -232,14 +237,14 @@ class Verification:
                 values += [first + ahead, pos + distance - ahead, i * count, count]
                 moves += [N, turn, N, N]
         runs = [first // self.head.cache.run for first, *_ in texts]
-        device = self.now.device
         for table, new in ((self.now, values), (self.text, moves), (self.runs, runs)):
-            table.copy_(pinned(new, table.dtype, device), non_blocking=True)
+            send(new, table)
         wishes = [s.wish for s in sequences]
         guesses = [self.head.guess_like(wish) for wish in wishes]
         self.sampling = [(self.target, wishes), (self.steps[0], guesses)]
 
     def propose(self) -> None:
+        """Propose what may follow the texts."""
         h = self.head.last.index_select(0, self.runs)
         self.go_on(*self.head.begin(h, self.steps[0]))
 
@@ -251,6 +256,7 @@ class Verification:
             h = self.head.finish(q, h, step)
 
     def verify(self) -> None:
+        """Evaluate what was proposed, and propose what may follow that."""
         N, _ = self.shape
         head, model, target = self.head, self.head.model, self.target
         behind = self.rest.place

@@ -12,18 +12,18 @@ for that, texts go on by single tokens, and proposals are tried again only now a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 
 from ranks.processes import Ranks
 from sampling import mask_without
 
 if TYPE_CHECKING:
     from engine import Sequence
-    from passes import Pass, Passes, Wish
+    from passes import Passes, Wish
+    from speculation.heads import Chain
 
 MAX_PROPOSALS = 15  # per pass
 # The last tokens that are looked up: the longest run of them that occurred before, of these lengths
@@ -70,29 +70,6 @@ def agreeing(these: list[int], those: list[int]) -> int:
     if these[:end] == those[:end]:
         return end
     return next(i for i in range(end) if these[i] != those[i])
-
-
-class Chain(Protocol):
-    """How the device goes on with N texts by itself: it evaluates their last tokens with n proposals,
-    samples, and proposes again."""
-
-    sequences: list[Sequence]
-    found: Tensor  # what was proposed to follow each row, and what was drawn: int32 [2, N, 1 + n]
-    sampling: list[tuple[Pass, list[Wish]]]  # passes that sample, and how: see Passes.set_sampling
-    switches: tuple  # of these
-    # See Pass, as whose graphs these run
-    now: Tensor
-    logits: Tensor
-    graphs: dict[tuple, torch.cuda.CUDAGraph]
-
-    def take(self, sequences: list[Sequence]) -> None:
-        """Go on with these texts."""
-
-    def propose(self) -> None:
-        """Propose what may follow the texts."""
-
-    def verify(self) -> None:
-        """Evaluate what was proposed, and propose what may follow that."""
 
 
 class Proposer:
