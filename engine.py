@@ -120,7 +120,7 @@ class Slot:
     def __init__(self, first: int, vocab_size: int, device: torch.device):
         self.first = first  # the place of position 0
         self.sequence: Sequence | None = None
-        self.used = 0  # a number that is larger, the later it was last given to a text
+        self.used = 0  # the later the slot was last given to a text, the larger
         self._tokens: list[int] = []  # whose keys and values are there
         # The latest prompt that was evaluated, and the logits of its last token: so the same prompt
         # gives the same text when it comes again. Evaluated on its own, that token would be rounded
@@ -135,7 +135,7 @@ class Slot:
         return s.ids[: s.pos] if s else self._tokens
 
     def leave(self) -> None:
-        """Be free for another sequence. What was evaluated stays."""
+        """Become free for another sequence. What was evaluated stays."""
         self._tokens = self.tokens
         self.sequence = None
 
@@ -218,7 +218,7 @@ class Engine:
 
     def wait_for(self, sequence: Sequence, ready: Callable[[], bool]) -> float:
         """Run passes until `ready` or until the text has ended. Returns the seconds that it took.
-        Raises what has failed in this text."""
+        Raises the error that ended this text, if one did."""
         asked = time.perf_counter()
         while not ready() and not sequence.finished:
             self.step()
@@ -527,12 +527,16 @@ class Engine:
 
     def _mask(self, s: Sequence) -> Tensor | None:
         """What the next token of a text may be. If its constraint fails, the text ends."""
-        if s.constraint and not s.finished:
-            try:
-                return s.constraint.mask()
-            except Exception as error:
-                self._fail(s, error)
-        return s.mask
+        if not s.constraint or s.finished:
+            return s.mask
+        try:
+            mask = s.constraint.mask()
+        except Exception as error:
+            self._fail(s, error)
+            return s.mask
+        if s.mask is not None and (both := mask & s.mask).any():
+            return both
+        return mask
 
     # What was sampled
 

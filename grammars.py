@@ -39,7 +39,7 @@ def json_value(schema: dict | bool | str) -> str:
         text = json.dumps(schema)
         checked_size(text)
         schema = settled(schema)
-        if '"allOf"' not in text:  # parts of which each has some of the properties
+        if not is_combined(schema):
             schema = closed(schema)
         return "%json " + json.dumps(schema | {"x-guidance": JSON_STYLE}, ensure_ascii=False)
     except (ValueError, RecursionError) as error:
@@ -49,7 +49,9 @@ def json_value(schema: dict | bool | str) -> str:
 # where a schema has others: as a value, in a list, by name
 INSIDE = ("items", "additionalProperties")
 LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
-NAMED = ("properties", "$defs", "definitions")
+NAMED = ("properties", "patternProperties", "$defs", "definitions")
+# what gives an object more properties than those beside it
+COMBINED = ("allOf", "anyOf", "oneOf", "$ref")
 
 
 def everywhere(change: Callable[[dict], dict]) -> Callable[[object], object]:
@@ -84,10 +86,19 @@ EMPTY = {"propertyNames": {"type": "string"}, "uniqueItems": False}
 @everywhere
 def settled(schema: dict) -> dict:
     """A schema without keywords that have no effect."""
-    schema = {name: value for name, value in schema.items() if EMPTY.get(name) != value}
+    schema = {k: value for k, value in schema.items() if k not in EMPTY or EMPTY[k] != value}
     if schema.get("format") not in FORMATS:
         schema.pop("format", None)
     return schema
+
+
+def is_combined(schema: dict) -> bool:
+    """Whether there are objects that get their properties from several schemas, none of which knows
+    them all."""
+    found = []
+    everywhere(lambda inner: found.append(inner) or inner)(schema)
+    properties = [inner for inner in found if "allOf" in inner or "properties" in inner]
+    return any(name in inner for inner in properties for name in COMBINED)
 
 
 @everywhere
@@ -116,7 +127,8 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 
 def regex_grammar(pattern: str) -> str:
-    escaped = re.sub(r"\\.|/|\n", lambda m: {"/": r"\/", "\n": r"\n"}.get(m[0], m[0]), pattern)
+    written = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+    escaped = re.sub(r"\\?\n|\\.|/", lambda m: written.get(m[0], m[0]), pattern)
     return f"start: /{escaped}/"
 
 

@@ -487,8 +487,8 @@ def rmsnorm_linear(
 
 
 # ---- the table of ops: the reference of each, and the fused one. model.py calls all of them but
-#      rmsnorm and side_by_side, which heads need, and linear_store, a product of heads, and a
-#      prompt's for ranks/exchange.py
+#      sample, which follows a pass, rmsnorm and side_by_side, which heads need, and linear_store, a
+#      product of heads, and a prompt's for ranks/exchange.py
 
 OPS = {
     "embedding": (embedding_ref, embedding),

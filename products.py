@@ -626,10 +626,10 @@ def _few_kernel(
 
 # ---- many tokens
 #
-#      Up to 64 or 128 tokens, or with experts, a matrix of fewer than 16 bits is decoded tile by tile,
-#      never rewritten: on Hopper by cards/hopper.py, elsewhere, and in formats that it does not decode,
-#      by the kernel here. launch.json says from how many tokens on the library is faster, which
-#      multiplies a rewritten copy.
+#      Up to 64 or 128 tokens, or with experts, a matrix of fewer than 16 bits is decoded tile by tile:
+#      on Hopper by cards/hopper.py, elsewhere, and in formats that it does not decode, by the kernel
+#      here. launch.json says from how many tokens on the library is faster, which multiplies a
+#      rewritten copy.
 #
 #      With experts, the slots are sorted by expert. The programs of a tile take a block of slots that
 #      chose the same expert. Which expert and which slots these are follows from how many each expert

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 class Text:
     """A text as it is generated: what the engine gives its tokens to. It knows nothing of who reads the
-    pieces: a Generation that nobody has any more ends the text."""
+    pieces: a Generation that nobody refers to any more ends the text."""
 
     def __init__(
         self, stream: TextStream, eos: Collection[int], constraint: Constraint | None = None
@@ -302,7 +302,7 @@ class Session(Writer):
             prompt_scores=scored and scored.add,
         )
         generation = LocalGeneration(self.engine, sequence, text)
-        generation.at_end(self._count)
+        generation.at_end(lambda text: self.timings.add(text.timings))
         return generation
 
     def batch(
@@ -357,9 +357,6 @@ class Session(Writer):
         if model.accumulate == "fp16" or model.accumulate == "fp32" and formats:
             text += f", {model.accumulate} sums for prompts"
         return text
-
-    def _count(self, text: Generation) -> None:
-        self.timings.add(text.timings)
 
 
 def dtype_name(dtype: str | torch.dtype) -> str:

@@ -85,7 +85,7 @@ class Timings:
 
 class Generation:
     """The text that follows a prompt: an iterator of its pieces, which also adds them up. When it is
-    closed, or nobody has it any more, the text ends."""
+    closed, or nobody refers to it any more, the text ends."""
 
     def __init__(self, prompt_tokens: int):
         self.prompt_tokens = prompt_tokens

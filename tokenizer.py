@@ -49,7 +49,7 @@ class TokenizerFiles:
     vocabulary: bytes | dict  # a tokenizer.model, or the object in a tokenizer.json
     config: dict  # of tokenizer_config.json
     added: dict = field(default_factory=dict)  # of added_tokens.json
-    # Of a tokenizer.json beside a tokenizer.model
+    # The added_tokens of a tokenizer.json beside a tokenizer.model
     beside: list = field(default_factory=list)
     template: str  # of chats, in Jinja
     template_name: str  # where that comes from; empty for plain text, if there is none

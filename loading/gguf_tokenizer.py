@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, translated into the files of a Hugging Face folder, for step 3 of loading (see
+"""The tokenizer of a GGUF file, translated into the files of a Hugging Face folder, for step 2 of loading (see
 loading/checkpoint.py). The header is read in loading/gguf.py. Source: llama.cpp's llama-vocab.cpp.
 
 This needs no torch."""

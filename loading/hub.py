@@ -205,7 +205,7 @@ class Repository:
         weights = [] if self.kind else pick_weights(self.names)
         weights = weights or pick_gguf(self.names, self.kind)
         if not weights:
-            what = f"no GGUF file of the kind {self.kind}"
+            what = f"no GGUF file of kind {self.kind}"
             if not self.kind:
                 what = "no weights that this program reads (model.safetensors, pytorch_model.bin, GGUF)"
             raise ValueError(f"{self.repository} holds {what}")

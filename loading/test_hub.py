@@ -96,7 +96,7 @@ HUB_REFUSALS = {  # the hub, whether it is there, the repository: what the line 
     "gated": (dict(token="secret"), "", "tiny", "it is gated: accept its licence on its page, and set HF_TOKEN"),
     "gguf": (dict(files={"a.IQ2_M.gguf": b"x"}), "", "tiny", "holds no weights that this program reads"),
     "another family": (dict(files=GEMMA), "", "tiny", "config.json: model_type is 'gemma2', which is not supported"),
-    "another kind": (dict(files={"a.Q4_0.gguf": b"x"}), "", "tiny:Q4_K_M", "holds no GGUF file of the kind Q4_K_M"),
+    "another kind": (dict(files={"a.Q4_0.gguf": b"x"}), "", "tiny:Q4_K_M", "holds no GGUF file of kind Q4_K_M"),
     "forbidden": (dict(forbidden="/config.json"), "", "tiny", "failed (HfHubHTTPError: 403 Forbidden"),
     "unknown": ({}, "", "other", "no folder someone/other here, and no such repository on http://127.0.0.1:"),
     "offline": ({}, "offline", "tiny", "offline mode is enabled. To disable it, please unset the `HF_HUB_OFFLINE`"),

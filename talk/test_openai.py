@@ -269,6 +269,18 @@ def test_tools_that_are_refused(scripted):
         assert refused.value.param in (name, f"{name}[0]"), body
 
 
+def test_log_probabilities_of_a_call(scripted):
+    """Of all its tokens, streamed as well as whole."""
+    asked = ASKED | dict(tools=[TOOL], logprobs=True)
+    scripted.say(CALL, CALL)
+    whole = scripted.object(CHATS, **asked)["choices"][0]["logprobs"]["content"]
+    streamed = []
+    for event in scripted.events(CHATS, **asked):
+        for choice in event["choices"]:
+            streamed += (choice.get("logprobs") or {"content": []})["content"]
+    assert [score["token"] for score in streamed] == [score["token"] for score in whole]
+
+
 def test_infill(scripted, monkeypatch):
     """The marks are those of the vocabulary."""
     marks = {"<fim_prefix>": 5, "<fim_suffix>": 6, "<fim_middle>": 7}
@@ -284,6 +296,9 @@ def test_infill(scripted, monkeypatch):
             input_extra=[{"filename": "f", "text": "t"}],
         )
         assert scripted.object("/infill", **body)["content"].strip() == "x"
+        scripted.session.model.ops.sample = scripted.sample
+        body |= dict(grammar='root ::= "yes"')
+        assert scripted.object("/infill", **body)["content"] == "yes"
     decode = scripted.session.tokenizer.decode
     ids = prompts[0]
     before, after = ids[: ids.index(6)], ids[ids.index(6) :]

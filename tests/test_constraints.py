@@ -54,13 +54,14 @@ def test_grammars_of_all_kinds(session):
     strings = ["Paris", ' "x" \\ </s>\n', "<|im_end|>"]
     assert texts(choice_grammar(strings)) <= {*strings}
     assert {texts(choice_grammar([text])).pop() for text in strings} == {*strings}
-    for pattern in r"[a-c]{3}/\d\.\n", r"a\/b", "(x|y)\nz":
+    for pattern in r"[a-c]{3}/\d\.\n", r"a\/b", "(x|y)\nz", "x\\\nz":
         assert all(re.fullmatch(pattern, text) for text in texts(regex_grammar(pattern)))
     assert texts(lark_grammar('start: a a\na: "x" | /[yz]/')) <= {
         a + b for a in "xyz" for b in "xyz"
     }
     assert texts(lark_grammar('root ::= ("yes" | "no") "!"')) <= {"yes!", "no!"}
     assert texts(json_grammar({"const": "a </s> é"})) == {'"a </s> é"'}
+    assert texts(json_grammar({"const": None})) == {"null"}
     assert literal('"\n') == r'"\"\n"'
     ended = session.generate("Once", grammar=choice_grammar(["Paris"]), n=40).finish()
     assert ended.ended_by == "eos" and ended.text == "Paris"
@@ -68,6 +69,12 @@ def test_grammars_of_all_kinds(session):
     assert scored.text == "Paris" and len(scored.logprobs) == len(scored.ids)
     cut = session.generate("Once", schema={"type": "string"}, n=2).finish()
     assert cut.ended_by == "length"
+    endless = dict(grammar="start: /[a-z .]+/", n=40, temp=1.5, ignore_eos=True)
+    assert {session.generate("Once", seed=i, **endless).finish().ended_by for i in range(4)} == {
+        "length"
+    }
+    counted = session.generate("Once", schema={"type": "boolean"}, n=9, temp=0).finish()
+    assert counted.timings.new_tokens == len(counted.ids)
     assert session.generate("Once", n=9, temp=0).finish().ended_by == "length", (
         "nothing is left of it"
     )
@@ -176,7 +183,15 @@ def test_objects_have_the_properties_that_are_named(session):
         {"properties": {}, "patternProperties": {"^a": {}}}, {"enum": [{"properties": {}}]}, {"properties": 5}, True,
     ):  # fmt: skip
         assert closed(as_it_is) == as_it_is
-    assert "additionalProperties" not in json_grammar({"allOf": [inner, {"properties": {"c": {}}}]})
+    more = {"properties": {"c": {"type": "boolean"}}, "required": ["c"]}
+    for combined in (
+        {"allOf": [inner, more]},
+        inner | {"anyOf": [more]},
+        inner | {"$ref": "#/$defs/m"},
+    ):
+        schema = combined | {"$defs": {"m": more}}
+        assert "additionalProperties" not in json_grammar(schema)
+        assert session.generate("A fox", schema=schema, n=1).finish().ids
 
 
 def test_numbers_end(session):
@@ -218,7 +233,15 @@ def test_what_libraries_write_into_schemas_is_no_hindrance(session):
     }
     path = {"type": "string", "format": "file-path", "maxLength": 3}
     word = {"type": "array", "items": path, "uniqueItems": False, "maxItems": 1}
-    for schema in names, path, word, {"allOf": [path]}, {"properties": {"format": path}}:
+    by_pattern = {"type": "object", "patternProperties": {"^a": path}}
+    for schema in (
+        names,
+        path,
+        word,
+        by_pattern,
+        {"allOf": [path]},
+        {"properties": {"format": path}},
+    ):
         assert session.generate("A fox", schema=schema, n=1).finish().ids
     for schema, name in (
         ({"propertyNames": {"maxLength": 3}}, "propertyNames"),
