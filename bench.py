@@ -41,7 +41,7 @@ from engine import Engine, Sequence, Timings, generate
 from formats import Matrix
 from launch import jit, tl
 from loading.checkpoint import load, open_tokenizer
-from loading.place import DTYPES
+from loading.place import dtype_name
 from loading.random_model import random_model
 from model import Llama
 from passes import Passes
@@ -425,15 +425,15 @@ def throughput(args: argparse.Namespace, dtype: str, format: str) -> Iterator[Ro
         if seconds > 5:
             least = f"{seconds:.0f} s, at the speed of memory and arithmetic"
             note(f"{args.model}: this takes at least {least}")
-    dtype_name = next(name for name, value in DTYPES.items() if value == model.dtype)
+    dtype = dtype_name(model.dtype)
     about = dict(
         model=args.model,
         size_gb=model.config.ranks * sum(w.nbytes for w in model.weights.matrices) / 1e9,
         backend=model.backend,
         device=device_name(device, args.ranks),
-        dtype=dtype_name,
+        dtype=dtype,
         format=format_of(model),
-        kv="e4m3" if model.kv_fp8 else dtype_name,
+        kv="e4m3" if model.kv_fp8 else dtype,
     )
     for texts, tests in itertools.groupby(args.tests, key=lambda test: test.texts):
         engine = Engine(model, texts)

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from constraints import Constraint, Digits
 from engine import Engine, Sequence
 from loading.checkpoint import Checkpoint, load, open_checkpoint
-from loading.place import DTYPES
+from loading.place import dtype_name
 from passes import Passes
 from prompts import Message, Order, Writer
 from ranks.processes import Ranks
@@ -344,7 +344,7 @@ class Session(Writer):
         model = self.model
         formats = model.weights.format_names
         quantised = model.checkpoint.quantised
-        text = next(name for name, value in DTYPES.items() if value == model.dtype)
+        text = dtype_name(model.dtype)
         if formats:
             text += f" with {formats} matrices"
         if quantised and not formats:
@@ -357,15 +357,6 @@ class Session(Writer):
         if model.accumulate == "fp16" or model.accumulate == "fp32" and formats:
             text += f", {model.accumulate} sums for prompts"
         return text
-
-
-def dtype_name(dtype: str | torch.dtype) -> str:
-    """The name that load knows a dtype by, if it is known by another: "fp16" for torch.float16 and
-    for "float16"."""
-    for name, known in DTYPES.items():
-        if dtype in (known, str(known).removeprefix("torch.")):
-            return name
-    return dtype
 
 
 def open_draft(name: str, checkpoint: Checkpoint, tokenizer: Tokenizer) -> HeadFile | Checkpoint:

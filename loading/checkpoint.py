@@ -53,7 +53,7 @@ from loading.layouts import Files, Layout, nothing_in, tensors_for
 from loading.loader import Loader, llama_of
 from loading.meta import MetaFolder
 from loading.names import model_parts, weight_bytes
-from loading.place import DTYPES, FORMATS
+from loading.place import FORMATS, dtype_name
 from loading.place import place as place_of
 from loading.saved import SAVED, SavedFolder, as_saved, filled, is_empty, write_tensors
 from loading.templates import find_template
@@ -286,8 +286,7 @@ def save(name: str, target: str, *, quiet: bool = False, format: str = "e4m3", *
         raise FileExistsError(f"{to} is not an empty folder: save to a new one")
     checkpoint.check_original(format)
     if options.dtype == "auto":
-        own = next(name for name, dtype in DTYPES.items() if dtype == checkpoint.dtype)
-        options = replace(options, dtype=own)
+        options = replace(options, dtype=dtype_name(checkpoint.dtype))
     place = place_of(options, checkpoint.config, Ranks(), checkpoint)
     need = weight_bytes(place.config, place.dtype, place.formats) / 1e9
     at = to if to.exists() else to.parent

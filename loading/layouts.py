@@ -22,8 +22,7 @@ from loading.files import Fields, read_bytes
 from loading.names import BIASES, EMBEDDING, OUTPUT, PARTS, ModelTensor, Part, model_tensors
 from loading.quantised import FLOATS
 from loading.reading import CPU, FileTensor, read, safetensors_header
-from loading.tensors import Found, Stored, part_of_rows, weights_at_once
-from loading.tensors import read as read_rows
+from loading.tensors import Found, Stored, part_of_rows, read_rows, weights_at_once
 from loading.tokenizer_files import files_in, tokenizer_file
 from loading.torchfile import torch_tensors
 from model import Config

@@ -25,7 +25,7 @@ from loading.names import (
     weight_bytes,
 )
 from loading.place import Place
-from loading.tensors import ALL, Rows, columns_in, flaw, read, write
+from loading.tensors import ALL, Rows, columns_in, flaw, read_rows, write
 from model import LayerWeights, Llama, Weights
 from products import fit_norm
 from ranks.processes import Ranks, share
@@ -168,7 +168,7 @@ class Loader:
     def fill(self, data: Tensor, t: ModelTensor, columns: slice = ALL) -> None:
         """Read these columns of a tensor into `data`, whose rows are this rank's."""
         tensor = self.checkpoint.tensors[t.name]
-        for place, values in read(tensor, self.device, self.rows(t), columns):
+        for place, values in read_rows(tensor, self.device, self.rows(t), columns):
             if values.is_cpu and values.dtype != data.dtype:
                 values = values.float()  # torch is slow at converting between 16-bit types
             data[place].copy_(values, non_blocking=True)

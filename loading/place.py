@@ -46,6 +46,16 @@ FORMATS: dict[str, Format] = {  # in which a model can be encoded
     name: getattr(import_module(row.module), name.upper()) for name, row in FORMAT_ROWS.items()
 }
 
+
+def dtype_name(dtype: str | torch.dtype) -> str:
+    """The name that load knows a dtype by, if it is known by another: "fp16" for torch.float16 and
+    for "float16"."""
+    for name, known in DTYPES.items():
+        if dtype in (known, str(known).removeprefix("torch.")):
+            return name
+    return dtype
+
+
 # ---- all at once
 
 

@@ -115,7 +115,7 @@ class Stored:
 # ---- reading rows of a tensor of the model
 
 
-def read(
+def read_rows(
     tensor: Sequence[Stored], device: torch.device, rows: Rows, columns: slice = ALL
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yields a slice of the requested rows of a tensor, and their floats in the requested columns,
@@ -268,7 +268,7 @@ def flaw(tensor: Sequence[Stored], dtype: torch.dtype) -> str | None:
         if stored.scheme or stored.format:
             continue
         alone = replace(stored, first=0, step=1, expert=0)
-        for _, values in read([alone], CPU, [slice(0, stored.rows)]):
+        for _, values in read_rows([alone], CPU, [slice(0, stored.rows)]):
             holds = None
             if not torch.isfinite(values).all():
                 holds = "NaN or inf"

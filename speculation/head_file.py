@@ -25,8 +25,7 @@ from loading.names import Part, layer_tensors, layer_weights
 from loading.place import FORMATS, free_memory
 from loading.quantised import Wanted
 from loading.reading import read
-from loading.tensors import Found, Stored, files_for, flaw, floats
-from loading.tensors import read as read_rows
+from loading.tensors import Found, Stored, files_for, flaw, floats, read_rows
 from model import Config, LayerWeights, Llama
 
 # ---- a head
