@@ -903,12 +903,6 @@ MUTANTS = [
     Mutant("talk/openai.py", "index * SEEDS_APART", "0", "several_choices"),
     Mutant("serve.py", 'if name != self.about["id"]:', "if False:", "serve_paths"),
     Mutant(
-        "talk/openai.py",
-        "if fields.get(name) is None or name in cls.names():",
-        "if fields.get(name) is None:",
-        "refuses_no_field",
-    ),
-    Mutant(
         "talk/cli.py", "if not low <= value <= high:", "if not low <= value < high:", "flags_at"
     ),
     # a loop over blocks that small models enter once
