@@ -192,6 +192,7 @@ MUTANTS = [
         "tl.where(noise >= 0, _gumbel",
         "several_texts",
     ),
+    Mutant("sampling.py", "tl.minimum(best, FORBIDDEN / 2)", "best * 0 + FORBIDDEN", "leave_few"),
     Mutant("sampling.py", "torch.where(top_p <= 1,", "torch.where(top_p <= 2,", "several_texts"),
     Mutant("sampling.py", "tl.load(rows + row)", "row", "several_texts"),
     Mutant("sampling.py", "2.0 ** (53 - V.bit_length())", "8.0", "sampling_equals"),
@@ -902,6 +903,11 @@ MUTANTS = [
     Mutant("constraints.py", "(0 if before else self._run)", "0", "numbers_end"),
     Mutant("talk/openai.py", "index * SEEDS_APART", "0", "several_choices"),
     Mutant("serve.py", 'if name != self.about["id"]:', "if False:", "serve_paths"),
+    Mutant("engine.py", "both := mask & s.mask", "both := mask | s.mask", "grammars_of_all_kinds"),
+    Mutant("grammars.py", "k not in EMPTY or EMPTY[k]", "EMPTY.get(k)", "grammars_of_all_kinds"),
+    Mutant("grammars.py", '"anyOf", "oneOf", "$ref")', ")", "have_the_properties"),
+    Mutant("prompts.py", "self.ctx_size - (n != 0)", "self.ctx_size", "wrong_calls"),
+    Mutant("formats.py", "columns_of(places % K,", "columns_of(places,", "experts_equal"),
     Mutant(
         "talk/cli.py", "if not low <= value <= high:", "if not low <= value < high:", "flags_at"
     ),
