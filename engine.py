@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from threading import RLock
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -200,21 +201,24 @@ class Engine:
         self._launched: deque[Launched] = deque()
         self._prompts_turn = True
         self._uses = 0
+        self._lock = RLock()  # several threads may ask for texts
 
     # Texts
 
     def add(self, sequence: Sequence) -> None:
         """Begin a text as soon as there is a slot."""
         check_room(len(sequence.prompt), self.size)
-        self.waiting.append(sequence)
+        with self._lock:
+            self.waiting.append(sequence)
 
     def leave(self, sequence: Sequence) -> None:
         """End a text, if it has begun and is unfinished."""
-        if sequence in self.waiting:
-            self.waiting.remove(sequence)
-            sequence.finished = True
-        elif sequence in self.running:
-            self._finish(sequence)
+        with self._lock:
+            if sequence in self.waiting:
+                self.waiting.remove(sequence)
+                sequence.finished = True
+            elif sequence in self.running:
+                self._finish(sequence)
 
     def wait_for(self, sequence: Sequence, ready: Callable[[], bool]) -> float:
         """Run passes until `ready` or until the text has ended. Returns the seconds that it took.
@@ -239,7 +243,7 @@ class Engine:
     def step(self) -> None:
         """Launch one pass and read the one before it; if there is nothing to launch, read what is
         left. Prompts and texts that are being written take turns."""
-        with self.model.ranks.stopping_together():
+        with self._lock, self.model.ranks.stopping_together():
             self._admit()
             starting = next((s for s in self.running if s.starts), None)
             writing = [s for s in self.running if 0 < s.drawn < s.limit]

@@ -6,8 +6,11 @@ This needs no torch, and imports llguidance when a grammar is compiled."""
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
 MOST_CHARACTERS = 1 << 18  # of a grammar: larger ones take seconds to compile
 MOST_STATES = 50_000  # of a grammar's automaton, 2 kB each
+MOST_MULTIPLE = 100_000  # of multipleOf: to count up to a million takes 5 s and 230 MB
 CACHED = 16  # compiled grammars that are kept
 # White space after commas and colons only: free white space may go on until the text is cut
 JSON_STYLE = {
@@ -140,9 +144,22 @@ def lark_grammar(text: str) -> str:
 
     checked_size(text)
     try:
-        return gbnf_to_lark(text)
+        return gbnf_to_lark(CHARACTER.sub(plain_character, text))
     except Exception as error:  # also IndexError and RecursionError, for what is no grammar
         raise ValueError(f"the grammar: {one_line(str(error))}") from None
+
+
+# What stands for a character in GBNF; an escaped backslash does not begin it
+CHARACTER = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
+
+
+def plain_character(escape: re.Match) -> str:
+    """The character itself instead of its number, with which llguidance's converter fails."""
+    number = escape[1] or escape[2]
+    if not number:
+        return escape[0]
+    code = int(number, 16)
+    return f"\\x{code:02x}" if code < 128 else chr(code)
 
 
 def is_one_rule(grammar: str | None) -> bool:
@@ -157,7 +174,36 @@ def checked_size(grammar: str) -> None:
         raise ValueError(f"the grammar or JSON schema is too large: {has}, of {MOST_CHARACTERS:,}")
 
 
+def multiples_of(value: object) -> Iterator[Fraction]:
+    """All that stands behind multipleOf in an object of JSON."""
+    if isinstance(value, dict):
+        multiple = value.get("multipleOf")
+        if isinstance(multiple, int | float):
+            yield Fraction(str(multiple))
+        value = [*value.values()]
+    if isinstance(value, list):
+        for inner in value:
+            yield from multiples_of(inner)
+
+
+def checked_multiples(grammar: str) -> None:
+    """Raise ValueError for a JSON schema in a grammar whose numbers are multiples of such large ones
+    that the automaton for them would take gigabytes."""
+    found = set()
+    for schema in re.finditer(r"%json\s*", grammar):
+        with suppress(json.JSONDecodeError):  # which llguidance tells
+            value, _ = json.JSONDecoder().raw_decode(grammar, schema.end())
+            found |= {*multiples_of(value)}
+    if math.prod(each.numerator for each in found) > MOST_MULTIPLE:
+        raise ValueError(f"the JSON schema: multipleOf may be {MOST_MULTIPLE:,} at most")
+
+
 # ---- compiling them
+
+
+class GrammarError(ValueError):
+    """Something is wrong with what a text was to be. It may be found when a part of the text is
+    written."""
 
 
 class Grammars:
@@ -193,6 +239,7 @@ class Grammars:
         from llguidance import LLMatcher
 
         checked_size(grammar)
+        checked_multiples(grammar)
         source = LLMatcher.grammar_from_lark(grammar)
         compiled = LLMatcher(self._tokens, source, log_level=0, limits=self._limits)
         check(compiled)
@@ -203,9 +250,9 @@ class Grammars:
 
 
 def check(matcher: LLMatcher) -> None:
-    """Raise ValueError if something is wrong with its grammar."""
+    """Raise GrammarError if something is wrong with its grammar."""
     if error := matcher.get_error():
         first, *others = error.splitlines()
         # The others quote the grammar, but for what is wrong with a pattern
         said = [first, *(line for line in others if line.startswith("error: "))]
-        raise ValueError(f"the grammar or JSON schema: {one_line(' '.join(said))}")
+        raise GrammarError(f"the grammar or JSON schema: {one_line(' '.join(said))}")

@@ -6,6 +6,7 @@ is in another one. This needs no torch."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -20,6 +21,8 @@ from tokenizer import THINK, THOUGHT, Prompt, Tokenizer
 # its "role" and its "content"; beside these, what else chat templates know: "tool_calls",
 # "reasoning_content"
 Message = dict
+
+FORBIDS = 1e9  # a bias after which no token is drawn, or no other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +119,7 @@ class Writer:
         text = prompt
         doubles_bos = False
         if isinstance(prompt, str):
+            self.check_length(prompt)
             prompt = self.encode(prompt)
             doubles_bos = prompt[:2] == [self.tokenizer.bos] * 2
         elif echo:
@@ -123,6 +127,10 @@ class Writer:
         check_prompt(prompt, self.vocab_size)
         check_room(len(prompt), self.ctx_size - (n != 0))
         self._check_ids([*(logit_bias or ()), *stop_token_ids])
+        if logit_bias:
+            if wrong := [bias for bias in logit_bias.values() if not bias < math.inf]:
+                raise ValueError(f"logit_bias has {wrong[0]}; it must have numbers below inf")
+            logit_bias = {i: min(max(bias, -FORBIDS), FORBIDS) for i, bias in logit_bias.items()}
         if logprobs is not None and logprobs < 0:
             raise ValueError(f"logprobs is {logprobs}; it must be 0 or more")
         if schema is not None:
@@ -166,6 +174,16 @@ class Writer:
         V = self.vocab_size
         if wrong := [id for id in ids if not 0 <= id < V]:
             raise ValueError(f"there is no token {wrong[0]}; the model's are 0 .. {V - 1}")
+
+    @cached_property
+    def _longest(self) -> int:
+        """Bytes of the longest token."""
+        return max(len(self.tokenizer.bytes_of(id)) for id in range(self.vocab_size))
+
+    def check_length(self, text: str) -> None:
+        """Raise ContextFull for a text that has too many tokens, however few these are: to encode it would
+        take 250 times its memory."""
+        check_room(len(text) // max(1, self._longest), self.ctx_size, least=True)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt, in which the names of control tokens stand for the tokens; for an empty

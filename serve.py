@@ -50,6 +50,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from grammars import GrammarError
 from loading.hub import local_checkpoint
 from prompts import Order, Writer
 from talk import cli
@@ -137,6 +138,7 @@ class News(NamedTuple):
     ended_by: str = ""  # empty while the text goes on
     stop: str = ""
     error: str = ""  # why it failed
+    clients: bool = False  # whether that is the client's fault
 
 
 class Desk:
@@ -210,17 +212,22 @@ class Desk:
     def news_of(self, number: int, text: Generation) -> News:
         pieces = []
         error = ended_by = ""
+        clients = False
         try:
             while text.ready:
                 pieces.append(next(text))
         except StopIteration:
             pass
+        except GrammarError as found:
+            error = str(found)
+            clients = True
         except Exception as failed:
             error = failure(failed, self.debug).detail
         if text.ended:
             ended_by = text.ended_by
             del self.texts[number]
-        return News(number, pieces, text.cached_tokens, text.timings, ended_by, text.stop, error)
+        end = (ended_by, text.stop, error, clients)
+        return News(number, pieces, text.cached_tokens, text.timings, *end)
 
     def send(self, news: list[News]) -> None:
         if self.pipe:
@@ -259,6 +266,8 @@ class RemoteGeneration(Generation):
     def _next(self) -> Piece | None:
         if self._pieces:
             return self._pieces.popleft()
+        if self._last.clients:
+            raise APIError(self._last.error)
         if self._last.error:
             raise APIError(self._last.error, 500, "failed")
         self.ended_by = self._last.ended_by

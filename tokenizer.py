@@ -17,10 +17,11 @@ import re
 import secrets
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
+from threading import Lock
 
 from loading.files import one_line, one_line_errors
 from loading.templates import render
@@ -29,6 +30,7 @@ from loading.templates import render
 TURN_MARKS = ("<|im_start|>", "<|im_end|>")
 # a model's vocabulary may be padded beyond its tokenizer's, to a multiple that suits the hardware
 PADDING = 4096
+LARGE = 1 << 20  # characters of a text that is encoded while no other is: 8 million take 2 GB
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 # What ends the text of models that fill in the middle
@@ -359,6 +361,7 @@ class TokenizerJson(Vocabulary):
             whole = raw | {"truncation": None, "padding": None, "added_tokens": as_text}
             self._library = tokenizers.Tokenizer.from_str(json.dumps(whole))
             self._replaced = replacements(raw.get("decoder"))
+        self._large = Lock()
         # The library counts on from the vocabulary, whatever ids the files say
         ids = [self._library.token_to_id(token["content"]) for token in added.values()]
         added = dict(zip(ids, added.values()))
@@ -409,7 +412,8 @@ class TokenizerJson(Vocabulary):
         return []
 
     def _encode(self, text: str) -> tuple[list[int], list[int]]:
-        with panics_are_errors("the tokenizer fails at this text"):
+        large = self._large if len(text) > LARGE else nullcontext()
+        with large, panics_are_errors("the tokenizer fails at this text"):
             # alone, unlike in a batch, nothing else in this process would run meanwhile
             [encoding] = self._library.encode_batch([text], add_special_tokens=False)
         ids = encoding.ids

@@ -484,7 +484,7 @@ class StructuredOutputs(Strict):
 
     json_value: dict | str | None = Field(None, alias="json")
     regex: str = ""
-    choice: list[str] = []
+    choice: Annotated[list[str], Field(min_length=1)] = []
     grammar: str = ""
     json_object: bool = False
 
@@ -610,7 +610,7 @@ class GenerationRequest(Filters):
     structured_outputs: StructuredOutputs = StructuredOutputs()
     guided_json: dict | str | None = None
     guided_regex: str = ""
-    guided_choice: list[str] = []
+    guided_choice: Annotated[list[str], Field(min_length=1)] = []
     guided_grammar: str = ""
     json_schema: dict | None = None
     grammar: str = ""
@@ -742,7 +742,7 @@ class ChatCompletionRequest(GenerationRequest):
                 grammar=grammar,
                 **self.options(index),
             )
-            router = Router(style, schemas(self.tools), prompt.thinks)
+            router = Router(style, schemas(self.tools), prompt.thinks, calls=bool(forced))
             answers.append(Answer(text, router, self.parallel_tool_calls))
         return answers
 

@@ -6,6 +6,7 @@ import httpx2 as httpx
 import pytest
 
 import prompts as prompts_module
+import talk.openai as openai_module
 from session import Session
 from talk.endpoints import ENDPOINTS
 from talk.openai import APIError, ChatCompletionRequest, error_body, parse_request
@@ -267,6 +268,17 @@ def test_tools_that_are_refused(scripted):
         with pytest.raises(APIError) as refused:
             scripted.object(CHATS, **ASKED | body)
         assert refused.value.param in (name, f"{name}[0]"), body
+
+
+def test_a_call_that_is_cut_before_its_arguments(scripted, monkeypatch):
+    """Its mark is none of the text, where there has to be a call."""
+    monkeypatch.setattr(openai_module, "call_grammar", lambda *_: None)
+    cut = CALL[: CALL.index("weather")]
+    for text, content in ((cut, ""), ("<tool", ""), (f"<think>a</think>{cut}", "")):
+        message, _ = said(scripted, text, tools=[TOOL], tool_choice="required")
+        assert message["content"] == content and "tool_calls" not in message
+    message, _ = said(scripted, cut, tools=[TOOL])
+    assert message["content"] == cut
 
 
 def test_log_probabilities_of_a_call(scripted):

@@ -302,11 +302,17 @@ class Router:
     is thought."""
 
     def __init__(
-        self, style: Style | None = None, tools: Tools | None = None, thinks: bool = False
+        self,
+        style: Style | None = None,
+        tools: Tools | None = None,
+        thinks: bool = False,
+        calls: bool = False,
     ):
         """style: how calls are written; None if there are none. thinks: the text begins within what is
-        thought."""
+        thought. calls: what comes next is a call, so that a mark which the text ends in is none of
+        its text."""
         self.style = style
+        self._calls = calls
         self.tools = tools or {}
         self._pending = ""
         self._space = ""  # held back: it may come before a call
@@ -328,6 +334,8 @@ class Router:
 
     def finish(self) -> list[Part]:
         """What is still held back, once there is no more text."""
+        if self._calls and not self.thinks:
+            return []
         parts = [*self._parts(last=True)]
         if self._state == "text" and self._space and not self._bare:
             parts.append(Part("text", self._space))

@@ -60,6 +60,8 @@ def test_grammars_of_all_kinds(session):
         a + b for a in "xyz" for b in "xyz"
     }
     assert texts(lark_grammar('root ::= ("yes" | "no") "!"')) <= {"yes!", "no!"}
+    assert texts(lark_grammar(r'root ::= "caf\u00e9\u0022" "\\u0041"')) == {'café"\\u0041'}
+    assert texts(lark_grammar(r"root ::= [\u00e0-\u00ff] [\U0001F600-\U0001F64F]"))
     assert texts(json_grammar({"const": "a </s> é"})) == {'"a </s> é"'}
     assert texts(json_grammar({"const": None})) == {"null"}
     assert literal('"\n') == r'"\"\n"'
@@ -271,6 +273,8 @@ HOSTILE = {
     "elsewhere": {"$ref": "http://example.com/schema.json"},
     "a file": {"$ref": "file:///etc/passwd"},
     "unsupported": {"type": "array", "uniqueItems": True},
+    "multiples": {"type": "integer", "multipleOf": 123456789},
+    "multiples together": {"allOf": [{"multipleOf": 99991}, {"multipleOf": 99989}]},
     "lenient": {"not": {}, "x-guidance": {"lenient": True}},
     "no schema": [1],
     "no JSON": "{",

@@ -276,6 +276,7 @@ def test_serve_what_the_text_has_to_be(server):
         == plain
     )
     for wrong in (
+        dict(guided_choice=[]), dict(grammar='root ::= "a"{1000000000}'),
         dict(guided_regex="("), dict(guided_json={"type": "x"}), dict(guided_json="{"), dict(grammar="root ::= ["),
         dict(guided_json={"$ref": "http://127.0.0.1:1/"}), dict(guided_json=schema, guided_regex="a"),
         dict(guided_json={"enum": ["x" * 300_000]}), dict(guided_grammar="start: ["), dict(guided_json={"not": {}}),

@@ -3,8 +3,10 @@
 import ast
 import inspect
 import itertools
+import math
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, replace
 from functools import partial
 from types import SimpleNamespace
@@ -144,6 +146,16 @@ def test_logprobs_of_tokens_without_a_text(tiny_session, tiny_model):
     options = dict(n=3, eos=every_but_bos, ignore_eos=True, logprobs=0)
     silent = tiny_session.generate("fox", **options).finish()
     assert silent.text == "" and [score.id for score in silent.logprobs] == [tokenizer.bos] * 3
+
+
+def test_texts_of_several_threads(tiny):
+    session = Session(tiny, dtype="fp32", device="cpu", parallel=2)
+    write = lambda _: session.generate("Once upon", n=9, ignore_eos=True, seed=3).finish().ids
+    with ThreadPoolExecutor(5) as threads:
+        texts = [*threads.map(write, range(5))]
+    assert texts == [texts[0]] * 5 and session.engine.idle
+    forbidden = session.generate("Once", n=3, temp=0, logit_bias={texts[0][0]: -math.inf}).finish()
+    assert texts[0][0] not in forbidden.ids
 
 
 @pytest.mark.parametrize("parallel", [1, 3])
@@ -297,9 +309,10 @@ def test_wrong_calls_say_what_is_wrong(tiny, tiny_session, tmp_path):
         (opened, dict(parallel=0), "parallel is 0; it must be from 1 to 64"),
         (opened, dict(parallel=65), "parallel is 65; it must be from 1 to 64"),
         (opened, dict(lookup=2, draft=tiny), "lookup and draft both propose tokens"),
+        (generate, dict(prompt="a", logit_bias={5: math.nan}), "logit_bias has nan; it must have"),
         (generate, dict(prompt=[1] * 256), "prompt is too long: 256 tokens > 255 maximum"),
         (generate, dict(prompt=[1] * 257, n=0), "prompt is too long: 257 tokens > 256 maximum"),
-        (generate, dict(prompt="a " * 999), r"prompt is too long: \d+ tokens > 255 maximum"),
+        (generate, dict(prompt="a " * 999), r"prompt is too long: at least \d+ tokens > 256"),
         (decode, dict(prompt=torch.tensor([1, 5])), no_list),
         (decode, dict(prompt="text"), no_list),
     ]
