@@ -312,7 +312,7 @@ MUTANTS = [
         "engine.py",
         "[*s.ids[s.placed : s.pos + 1], *some, *padding]",
         "[*some, *padding]",
-        "interrupted_speculation",
+        "any_company",
     ),
     Mutant(
         "engine.py",
@@ -330,7 +330,7 @@ MUTANTS = [
         "engine.py",
         "prompt_tokens = len(prompt) - common",
         "prompt_tokens = len(prompt)",
-        "calls_on_one_engine and CPU",
+        "have_in_common",
     ),
     Mutant(
         "engine.py",
@@ -360,7 +360,7 @@ MUTANTS = [
         "passes.py",
         "moves += [0, int(self.feeds), 0, 0]",
         "moves += [0, 0, 0, 0]",
-        "calls_on_one_engine",
+        "any_company",
     ),
     Mutant(
         "passes.py",
@@ -541,7 +541,7 @@ MUTANTS = [
         "prompts.py",
         "if answer.lacks_text:",
         'if answer.ended_by == "stop":',
-        "closed_answer",
+        "cut_answer",
     ),
     Mutant(
         "tokenizer.py",
@@ -593,7 +593,7 @@ MUTANTS = [
         "typed_control",
     ),
     Mutant("loading/templates.py", "trim_blocks=True, ", "", "template_has"),
-    Mutant("session.py", "if token in self.eos:", "if False:", "what_ends"),
+    Mutant("session.py", "if token in self.eos:", "if False:", "either_end"),
     Mutant("session.py", "min(size // 4, 256)", "min(size // 2, 256)", "fits_into"),
     Mutant("session.py", "excess + 1 :]", "excess:]", "fits_into"),
     Mutant(
@@ -618,7 +618,7 @@ MUTANTS = [
         "prompts.py",
         "            if answer.lacks_text:",
         "            if False:",
-        "stopped_answer",
+        "cut_answer",
     ),
     Mutant(
         "session.py",
@@ -777,7 +777,7 @@ MUTANTS = [
         "engine.py",
         "places = pass_.place[:: pass_.longest].long() + 1",
         "places = pass_.place[:: pass_.longest].long()",
-        "in_any_company",
+        "constraint_is_that",
     ),
     Mutant(
         "engine.py",

@@ -37,7 +37,11 @@ from tests.helpers import (
     hugging_face_model,
     objects,
     of_hub,
+    put,
     set_hub,
+    set_one,
+    spoil_config,
+    spoil_tensors,
 )
 
 V, KNOWN = 300, 120  # the model's vocabulary, and the head's
@@ -135,7 +139,7 @@ def written(folder: Path, config: dict, tensors: dict, as_bin: bool = False) -> 
     if as_bin:
         torch.save(tensors, folder / "pytorch_model.bin")
     else:
-        save_file(tensors, folder / "model.safetensors")
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
@@ -474,7 +478,7 @@ def test_a_head_knows_what_a_text_begins_with(exact, target, tmp_path):
 
 def test_a_head_whose_logits_overflow_proposes_nothing_of_use(exact, target, tmp_path):
     head = eagle_head(tmp_path / "head")
-    change(head, lambda tensors: tensors["norm.weight"].fill_(3e38))
+    spoil_tensors(lambda tensors: tensors["norm.weight"].fill_(3e38))(head)
     engine = with_head(exact, head)
     s, alone = (text(FEW, 12, MOST_PROBABLE, eos=[], ignore_eos=False) for _ in range(2))
     run(engine, [s])
@@ -486,63 +490,40 @@ def test_a_head_whose_logits_overflow_proposes_nothing_of_use(exact, target, tmp
 # ---- what is refused
 
 
-def change(head: Path, spoil) -> None:
-    tensors = load_file(head / "model.safetensors")
-    spoil(tensors)
-    save_file(tensors, head / "model.safetensors")
-
-
-def put(name: str, make):
-    """Put another tensor in the place of one."""
-    return lambda head: change(head, lambda tensors: tensors.update({name: make(tensors[name])}))
-
-
-def say(**fields):
-    return lambda head: edit(head / "config.json", **fields)
-
-
-def drop(name: str):
-    return lambda head: change(head, lambda tensors: tensors.pop(name))
-
-
-def set_first(value: float):
-    return lambda t: t.clone().index_fill_(0, torch.tensor([0]), value)
-
-
 def twice(tensors: dict) -> None:
     tensors["layers.0.hidden_norm.weight"] = torch.ones(64)
 
 
-HOSTILE = {
-    "beyond the vocabulary": (put("d2t", set_first(V)), "d2t"),
-    "below it": (put("d2t", set_first(-V)), "d2t"),
+HOSTILE = {  # of d2t, the eighth offset is changed
+    "beyond the vocabulary": (set_one("d2t", V - 7), "d2t"),
+    "below it": (set_one("d2t", -8), "d2t"),
     "an id twice": (put("d2t", lambda t: torch.zeros_like(t) - torch.arange(KNOWN) + 7), "d2t"),
-    "wraps around": (put("d2t", set_first(-(1 << 63))), "d2t"),
+    "wraps around": (set_one("d2t", -(1 << 63)), "d2t"),
     "ids as floats": (put("d2t", lambda t: t.float()), "d2t is"),
-    "NaN": (put("midlayer.mlp.up_proj.weight", set_first(NAN)), "up_proj.weight in model.safetensors holds NaN or inf"),
-    "inf": (put("fc.weight", set_first(math.inf)), "fc.weight in model.safetensors holds NaN or inf"),
-    "NaN in a norm": (put("norm.weight", set_first(NAN)), "norm.weight in model.safetensors holds NaN or inf"),
+    "NaN": (set_one("midlayer.mlp.up_proj.weight", NAN), "up_proj.weight in model.safetensors holds NaN or inf"),
+    "inf": (set_one("fc.weight", math.inf), "fc.weight in model.safetensors holds NaN or inf"),
+    "NaN in a norm": (set_one("norm.weight", NAN), "norm.weight in model.safetensors holds NaN or inf"),
     "a shape that lies": (put("lm_head.weight", lambda t: t[:, :32].contiguous()), "lm_head.weight is"),
     "whole numbers": (put("fc.weight", lambda t: t.to(torch.int64)), "fc.weight is"),
-    "one missing": (drop("midlayer.hidden_norm.weight"), "hidden_norm.weight is missing"),
-    "one twice": (lambda h: change(h, twice), "hidden_norm.weight is [64] + [64]"),
-    "no d2t": (drop("d2t"), "d2t is missing"),
-    "unknown": (lambda h: change(h, lambda t: t.update(fc_norm=torch.ones(64))), "fc_norm is unexpected"),
-    "more layers": (say(num_hidden_layers=2), "n_layers is 2"),
-    "a bias": (say(attention_bias=True), "qkv_bias"),
-    "a window": (say(model_type="mistral", sliding_window=16), "sliding_window is 16"),
-    "layers without RoPE": (say(model_type="smollm3", no_rope_layers=[0]), "nope_layers is (0,)"),
-    "neither yes nor no": (say(eagle_config=dict(norm_output="no")), "norm_output is 'no'"),
-    "norm_before_fc": (say(norm_before_fc=True), "norm_before_fc is True"),
-    "fc_norm": (say(eagle_config=dict(fc_norm=True)), "fc_norm is True"),
-    "EAGLE-1": (say(eagle_config=dict(use_aux_hidden_state=False)), "use_aux_hidden_state"),
-    "another speculator": (say(speculators_model_type="dflash"), "'dflash'"),
-    "no size": (say(draft_vocab_size="many"), "draft_vocab_size is 'many'"),
-    "a vast vocabulary": (say(draft_vocab_size=1 << 21), ", expected [2097152"),
-    "layers that are none": (say(eagle_aux_hidden_state_layer_ids=[1, "2", 3]), "[1, '2', 3]"),
-    "layers beyond": (say(eagle_aux_hidden_state_layer_ids=[1, 2, LAYERS]), f"of {LAYERS}"),
-    "another vocabulary": (say(vocab_size=V + 1), f"vocab_size is {V + 1}, not {V}"),
-    "another width": (say(target_hidden_size=48), "hidden_size is 48, not 64"),
+    "one missing": (spoil_tensors(lambda t: t.pop("midlayer.hidden_norm.weight")), "hidden_norm.weight is missing"),
+    "one twice": (spoil_tensors(twice), "hidden_norm.weight is [64] + [64]"),
+    "no d2t": (spoil_tensors(lambda t: t.pop("d2t")), "d2t is missing"),
+    "unknown": (spoil_tensors(lambda t: t.update(fc_norm=torch.ones(64))), "fc_norm is unexpected"),
+    "more layers": (spoil_config(num_hidden_layers=2), "n_layers is 2"),
+    "a bias": (spoil_config(attention_bias=True), "qkv_bias"),
+    "a window": (spoil_config(model_type="mistral", sliding_window=16), "sliding_window is 16"),
+    "layers without RoPE": (spoil_config(model_type="smollm3", no_rope_layers=[0]), "nope_layers is (0,)"),
+    "neither yes nor no": (spoil_config(eagle_config=dict(norm_output="no")), "norm_output is 'no'"),
+    "norm_before_fc": (spoil_config(norm_before_fc=True), "norm_before_fc is True"),
+    "fc_norm": (spoil_config(eagle_config=dict(fc_norm=True)), "fc_norm is True"),
+    "EAGLE-1": (spoil_config(eagle_config=dict(use_aux_hidden_state=False)), "use_aux_hidden_state"),
+    "another speculator": (spoil_config(speculators_model_type="dflash"), "'dflash'"),
+    "no size": (spoil_config(draft_vocab_size="many"), "draft_vocab_size is 'many'"),
+    "a vast vocabulary": (spoil_config(draft_vocab_size=1 << 21), ", expected [2097152"),
+    "layers that are none": (spoil_config(eagle_aux_hidden_state_layer_ids=[1, "2", 3]), "[1, '2', 3]"),
+    "layers beyond": (spoil_config(eagle_aux_hidden_state_layer_ids=[1, 2, LAYERS]), f"of {LAYERS}"),
+    "another vocabulary": (spoil_config(vocab_size=V + 1), f"vocab_size is {V + 1}, not {V}"),
+    "another width": (spoil_config(target_hidden_size=48), "hidden_size is 48, not 64"),
     "no weights": (lambda head: (head / "model.safetensors").unlink(), "no weights"),
 }  # fmt: skip
 
@@ -579,6 +560,17 @@ def test_a_head_of_another_family(target, tmp_path):
 # ---- on the hub
 
 
+@pytest.fixture
+def talking(tiny, tmp_path) -> tuple[Path, Path]:
+    """A model with a tokenizer, and a head for it."""
+    folder = tmp_path / "talking"
+    shutil.copytree(tiny, folder)
+    size = read_config(tiny).vocab_size
+    model = hugging_face_model(size, num_key_value_heads=2, num_hidden_layers=LAYERS)
+    model.save_pretrained(folder)
+    return folder, eagle_head(tmp_path / "head", vocab_size=size)
+
+
 def test_a_head_of_the_hub_is_downloaded_once(hub, tmp_path, monkeypatch):
     """Also what is lacking if only a part of it has been downloaded."""
     head = eagle_head(tmp_path / "head")
@@ -597,13 +589,10 @@ def test_a_head_of_the_hub_is_downloaded_once(hub, tmp_path, monkeypatch):
     assert find_head("someone/tiny") == folder
 
 
-def test_a_head_of_the_hub_by_name(hub, tiny, cli, tmp_path):
+def test_a_head_of_the_hub_by_name(hub, cli, talking):
     """As a person gives it; the text is what it is without."""
-    model = tmp_path / "model"
-    size = read_config(tiny).vocab_size
-    hugging_face_model(size, num_key_value_heads=2, num_hidden_layers=LAYERS).save_pretrained(model)
-    shutil.copy(tiny / "tokenizer.model", model)
-    hub.files = of_hub(eagle_head(tmp_path / "head", vocab_size=size))
+    model, head = talking
+    hub.files = of_hub(head)
     flags = ("-m", model, "-p", "Once", "-n", 20, "--temp", 0, "--dtype", "fp32")
     code, text, said = cli(*flags)
     assert code == 0, said
@@ -658,17 +647,6 @@ def test_what_the_hub_refuses_is_one_line(hub):
 
 
 # ---- the command line
-
-
-@pytest.fixture
-def talking(tiny, tmp_path) -> tuple[Path, Path]:
-    """A model with a tokenizer, and a head for it."""
-    folder = tmp_path / "talking"
-    shutil.copytree(tiny, folder)
-    size = read_config(tiny).vocab_size
-    model = hugging_face_model(size, num_key_value_heads=2, num_hidden_layers=LAYERS)
-    model.save_pretrained(folder)
-    return folder, eagle_head(tmp_path / "head", vocab_size=size)
 
 
 def flags_of(model: Path, n: int) -> tuple:

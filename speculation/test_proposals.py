@@ -1,6 +1,5 @@
 """Tests of speculation/proposals.py."""
 
-import contextlib
 import copy as copy_module
 import itertools
 import random
@@ -9,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
-import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -18,7 +16,6 @@ from engine import Engine, Sequence, Timings, generate
 from formats import Matrix
 from loading import place
 from loading.checkpoint import read_config
-from model import Llama
 from passes import Passes, Wish
 from sampling import Sampling
 from session import Session
@@ -39,7 +36,6 @@ from tests.helpers import (
     exact_model,
     examples,
     hugging_face_model,
-    other_model,
     together,
 )
 
@@ -50,83 +46,9 @@ def engine_with(model, proposer, parallel: int = 1) -> Engine:
     return engine
 
 
-SETTINGS = {
-    "greedy": dict(sampling=MOST_PROBABLE),
-    "hot, without filters": dict(sampling=Sampling(temp=2, top_k=0, top_p=1, min_p=0, seed=5)),
-    "penalty": dict(sampling=Sampling(repeat_penalty=1.5, repeat_last_n=6, seed=0)),
-    "penalty on all": dict(sampling=Sampling(temp=0, repeat_penalty=1.1, repeat_last_n=-1)),
-    "penalty on the text": dict(sampling=Sampling(temp=0, presence_penalty=1, frequency_penalty=1)),
-    "eos": dict(sampling=MOST_PROBABLE, eos=range(3, 40)),
-    "eos ignored": dict(sampling=MOST_PROBABLE, eos=range(3, 200), ignore_eos=True),
-}
-
-
 def drafted(n: int, model, vocab_size: int = 0) -> Draft:
     """By a model; vocab_size: of the one that it is a draft for, if another."""
     return Draft(n, Passes(model), vocab_size or model.config.vocab_size)
-
-
-WAYS = {
-    "lookup": lambda model, other: Lookup(3),
-    "lookup of one": lambda model, other: Lookup(1),
-    "draft of itself": lambda model, other: drafted(3, copy_module.copy(model)),
-    "another draft": lambda model, other: drafted(4, other),
-    "planted": lambda model, other: Planted(5),
-    "many planted": lambda model, other: Planted(15),
-}
-CALL = st.tuples(
-    st.lists(st.integers(3, 9) | st.integers(3, 299), min_size=1, max_size=20),  # a prompt
-    st.sampled_from([0, 1, 7, 80]),  # tokens; the last fills the context
-    st.sampled_from([*SETTINGS]),
-    st.none() | st.integers(0, 9),  # after so many the text is interrupted
-)
-
-
-@examples(
-    40, way=st.sampled_from([*WAYS]), in_graphs=st.booleans(), calls=st.lists(CALL, max_size=4)
-)
-@hypothesis.example(way="draft of itself", in_graphs=True, calls=[([5] * 9, 80, "penalty", 3)] * 2)
-@hypothesis.example(way="another draft", in_graphs=False, calls=[([5, 6], 7, "eos", None)] * 3)
-@hypothesis.example(
-    way="draft of itself", in_graphs=False,
-    calls=[([5] * length, 80, "greedy", None) for length in range(1, 9)],  # to a full context
-)  # fmt: skip
-def test_proposals_and_interrupted_speculation_do_not_change_the_text(exact, way, in_graphs, calls):
-    """Several texts on one engine with one way to propose: each is what an engine of its own gives
-    without proposals, and whoever stops early leaves the cache with exactly what came before."""
-    torch.manual_seed(0)
-    toss = random.Random(0)
-    proposer = WAYS[way](exact, other_model(exact))
-    proposer.pacer.ready = lambda: toss.random() < 0.7
-    engine = engine_with(exact, proposer)
-    (slot,) = engine.slots
-    with pytest.MonkeyPatch.context() as patch:
-        if in_graphs and not ON_GPU:
-            decode_in_graphs(patch)
-        for prompt, n, settings, taken in calls:
-            options = dict(n=n) | SETTINGS[settings]
-            with pytest.MonkeyPatch.context() as plainly:
-                plainly.setattr(Llama, "uses_graphs", ON_GPU)
-                expected = list(generate(exact, prompt, **options))
-            if isinstance(proposer, Planted):
-                proposer.texts = [prompt + expected + [7] * 15]
-            passes, accepted = proposer.passes, proposer.accepted
-            tokens = generate(exact, prompt, engine, **options)
-            with contextlib.closing(tokens):
-                got = list(itertools.islice(tokens, taken))
-            assert got == expected[:taken]
-            text = prompt + expected
-            assert slot.tokens == text[: len(slot.tokens)], (
-                "a proposal that was not sampled is kept"
-            )
-            if got:
-                assert len(slot.tokens) >= len(prompt) + len(got) - 1
-            new = proposer.passes - passes + proposer.accepted - accepted
-            assert new <= max(len(expected) - 1, 0) + proposer.n  # an eos ends a pass early
-            engine.step()  # reads what was launched ahead
-    if way == "draft of itself":
-        kept = "the draft keeps what was not sampled, or has lost what was"
-        assert proposer.accepted == proposer.proposed, kept
 
 
 def test_draft_of_the_same_model(tiny, monkeypatch):
@@ -395,7 +317,4 @@ def test_speculation_from_the_command_line(cli, tiny, copy):
         assert re.search(counts, err)
     lines = ("the fox", "the crow", "the fox")
     assert chat(cli, tiny, *lines, flags=("--lookup", 4))[1] == chat(cli, tiny, *lines)[1]
-    edges = ("--lookup", 0), ("--lookup", 16), ("--draft", tiny, "--draft-max", 0)
-    for wrong in (*edges, ("--lookup", 3, "--draft", tiny), ("--draft-max", 3)):
-        assert_refused(said(*wrong), code=2)
     assert_refused(said("--draft", cli_module.DEFAULT_MODEL), "different vocabulary")

@@ -288,19 +288,6 @@ def test_masks_that_leave_few_tokens():
         assert {*row} - {-1} == {*ids}
 
 
-def test_a_row_that_is_not_finite_among_others():
-    settings = [Sampling(), Sampling(temp=0), Sampling(top_k=0)]
-    pass_, logits, expected = texts_of([(1, 5)] * 3, 300, settings, [[]] * 3, True)
-    logits[1, 7] = NAN
-    pass_.sampler = sampler_of("fused", 3)
-    pass_.sampler.set(settings)
-    kernels.fused.sample(logits, pass_)
-    first, bad, last = (int(place) + 1 for place in pass_.place)
-    assert pass_.drawn[bad] == -1 and pass_.tokens[bad] == 0
-    for place in (first, last):
-        assert pass_.drawn[place] == pass_.tokens[place] == expected[place]
-
-
 @pytest.mark.parametrize("feeds", [False, True])
 def test_biases_and_penalties_of_each_text(feeds):
     """Of tokens that the text has had; those of the prompt do not count."""
@@ -329,11 +316,3 @@ def test_biases_and_penalties_of_each_text(feeds):
         pass_.sampler.set(settings, biases=biases, begins=begins)
         ops.sample(logits.clone(), pass_)
         assert {place: int(pass_.drawn[place]) for place in expected} == expected
-
-
-def test_masks_of_any_token():
-    for V in (17, 64, 100):
-        forbidden = set(random.sample(range(V), V // 2))
-        bits = mask_without(forbidden, V)
-        assert bits.shape == (-(-V // 32),)
-        assert [i for i in range(V) if not bits[i // 32] >> i % 32 & 1] == sorted(forbidden)

@@ -38,26 +38,22 @@ from tokenizer import TextStream
 # ---- session.py
 
 
-def test_one_stop_string_needs_no_list(tiny_session):
-    texts = partial(tiny_session.generate, "Once", n=20, temp=0)
-    whole = texts().finish().text
-    stop = whole[-4:-1]
-    ended = texts(stop=stop).finish()
-    assert ended.text == whole[: whole.index(stop)] and ended.ended_by == "stop"
-
-
 @pytest.mark.parametrize("which", ["the model's", "the template's"])
 def test_an_answer_ends_at_either_end(tiny, which):
     session = Session(tiny, dtype="fp32", device="cpu")
     asked = dict(message="Once", n=12, temp=0)
     ids = Conversation(session).answer(**asked).finish().ids
     end = max(set(ids), key=ids.index)  # the last to appear for the first time
+    assert session.tokenizer.bytes_of(end)
     if which == "the model's":
         session.eos = {end}
     else:
         session._turn_ends = ({end}, [])
     answer = Conversation(session).answer(**asked).finish()
-    assert answer.ids == ids[: ids.index(end)] and answer.ended_by == "eos"
+    before = ids[: ids.index(end)]
+    assert answer.ids == before and answer.ended_by == "eos"
+    assert answer.text == session.tokenizer.decode(before), "the end has a text, which is not shown"
+    assert answer.timings.new_tokens == len(before) + 1
 
 
 @pytest.mark.parametrize("parallel", [1, 3])
@@ -251,31 +247,24 @@ def test_only_programs_name_flags():
     assert {"run.py", "serve.py", "cli.py"} <= {*programs} and "session.py" not in programs
 
 
-def test_a_stopped_answer_goes_on_as_it_was_shown(tiny):
-    """Without the tokens of what came after the stop string's beginning."""
+def test_a_cut_answer_goes_on_as_it_was_shown(tiny):
+    """Without the tokens of what came after a stop string's beginning, or of what was held back when it
+    was closed."""
     session = Session(tiny, dtype="fp32", device="cpu", chat_template="llama2")
     ask = partial(session.chat, conversation("hello"), n=9, temp=0, ignore_eos=True)
-    answer = ask(stop=[ask().finish().text[4:6]]).finish()
-    assert answer.ended_by == "stop"
-    turns = conversation("hello", answer.text, "more")
+    whole = ask().finish().text
+    assert ask(stop=f"{whole[0]}@").finish().text == whole, "one stop string needs no list"
+    stopped = ask(stop=[whole[4:6]]).finish()
+    assert stopped.ended_by == "stop"
+    closed = ask(stop=whole[3:6] + "@")
+    while len(session.tokenizer.decode(closed.ids)) < 6:
+        next(closed)
+    closed.close()
+    assert closed.text == whole[:3] and closed.ended_by == "interrupt"
     text = lambda ids: session.tokenizer.decode(ids).replace(" ", "")
-    assert text(session.render(turns).ids) == text(session.tokenizer.apply_chat_template(turns))
-
-
-def test_a_closed_answer_goes_on_as_it_was_shown(tiny):
-    """Without the tokens of what was held back when it was closed."""
-    session = Session(tiny, dtype="fp32", device="cpu", chat_template="llama2")
-    options = dict(n=9, temp=0, ignore_eos=True)
-    whole = session.chat(conversation("hello"), **options).finish()
-    shown, held_back = whole.text[:3], whole.text[3:6]
-    answer = session.chat(conversation("hello"), stop=held_back + "@", **options)
-    while len(session.tokenizer.decode(answer.ids)) < 6:
-        next(answer)
-    answer.close()
-    assert answer.text == shown and answer.ended_by == "interrupt"
-    turns = conversation("hello", answer.text, "more")
-    text = lambda ids: session.tokenizer.decode(ids).replace(" ", "")
-    assert text(session.render(turns).ids) == text(session.tokenizer.apply_chat_template(turns))
+    for answer in stopped, closed:
+        turns = conversation("hello", answer.text, "more")
+        assert text(session.render(turns).ids) == text(session.tokenizer.apply_chat_template(turns))
 
 
 @pytest.mark.parametrize("bos, eos, first", [(1, 2, [1]), (-1, 2, [2]), (-1, -1, [])])
