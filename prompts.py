@@ -119,7 +119,7 @@ class Writer:
         text = prompt
         doubles_bos = False
         if isinstance(prompt, str):
-            self.check_length(prompt)
+            self.check_length(prompt, self.ctx_size - (n != 0))
             prompt = self.encode(prompt)
             doubles_bos = prompt[:2] == [self.tokenizer.bos] * 2
         elif echo:
@@ -180,10 +180,10 @@ class Writer:
         """Bytes of the longest token."""
         return max(len(self.tokenizer.bytes_of(id)) for id in range(self.vocab_size))
 
-    def check_length(self, text: str) -> None:
-        """Raise ContextFull for a text that has too many tokens, however few these are: to encode it would
-        take 250 times its memory."""
-        check_room(len(text) // max(1, self._longest), self.ctx_size, least=True)
+    def check_length(self, text: str, size: int) -> None:
+        """Raise ContextFull for a text that has more than `size` tokens even if all are as long as the
+        longest one: to encode it would take 250 times its memory."""
+        check_room(len(text) // max(1, self._longest), size, least=True)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt, in which the names of control tokens stand for the tokens; for an empty
