@@ -906,7 +906,9 @@ MUTANTS = [
     Mutant("engine.py", "both := mask & s.mask", "both := mask | s.mask", "grammars_of_all_kinds"),
     Mutant("grammars.py", "k not in EMPTY or EMPTY[k]", "EMPTY.get(k)", "grammars_of_all_kinds"),
     Mutant("grammars.py", '"anyOf", "oneOf", "$ref")', ")", "have_the_properties"),
-    Mutant("prompts.py", "self.ctx_size - (n != 0)", "self.ctx_size", "wrong_calls"),
+    Mutant(
+        "prompts.py", "(prompt), self.ctx_size - (n != 0)", "(prompt), self.ctx_size", "wrong_calls"
+    ),
     Mutant("formats.py", "columns_of(places % K,", "columns_of(places,", "experts_equal"),
     Mutant(
         "talk/cli.py", "if not low <= value <= high:", "if not low <= value < high:", "flags_at"
