@@ -672,9 +672,8 @@ async def body_of(request: Request) -> bytes:
 async def error_response(received: Request | None, error: HTTPException) -> Response:
     """The answer to what this program or starlette refuses, or to what has failed."""
     if error.status_code == 404 and received and not isinstance(error, APIError):
-        error.detail = (
-            f"there is no {received.url.path} here: this server has {', '.join(ENDPOINTS)}"
-        )
+        paths = ", ".join([*ENDPOINTS, "/models", "/props", "/slots", "/health"])
+        error.detail = f"there is no {received.url.path} here: this server has {paths}"
     headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "2"}}
     status = error.status_code
     return JSONResponse(error_body(error), status, headers.get(status, error.headers))

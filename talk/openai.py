@@ -423,9 +423,12 @@ def is_tool(value: dict) -> dict:
     """A tool as chat templates know it: what the client sent."""
     match value:
         case {"type": "function", "function": {"name": str(), **function}}:
-            if isinstance(function.get("parameters") or {}, dict):
+            parameters = function.get("parameters") or {}
+            if isinstance(parameters, dict) and parameters.get("type", "object") == "object":
                 return value
-    raise PydanticCustomError("wrong", "must be functions, each with its name and parameters")
+    raise PydanticCustomError(
+        "wrong", "must be functions, each with its name and an object of parameters"
+    )
 
 
 def within(outer: str, name: str):

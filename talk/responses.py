@@ -31,7 +31,7 @@ class Item(Strict):
     output: str | list[TextItemPart] = ""
 
 
-STORED = ("previous_response_id", "conversation", "prompt")
+STORED = ("previous_response_id", "conversation", "prompt", "background")
 
 
 class Response(Items):
@@ -173,7 +173,7 @@ class ResponsesRequest(TranslatedRequest):
 
     def chat_fields(self) -> dict:
         for name in STORED:
-            if name in self.model_extra:
+            if self.model_extra.get(name):
                 message = f"{name}: nothing is stored here; send the whole conversation"
                 raise APIError(message, param=name)
         functions = [tool for tool in self.tools if tool.get("type") == "function"]

@@ -107,6 +107,7 @@ def test_responses_that_are_cut_or_refused(scripted):  # noqa: F811
         assert response["incomplete_details"] == {"reason": "max_output_tokens"}
     for wrong in (
         {}, dict(input=5), dict(input=[{"type": "computer_call"}]), dict(input="x", previous_response_id="resp_1"),
+        dict(input="x", background=True),
         dict(input="x", conversation="conv_1"), dict(input="x", prompt={"id": "pmpt_1"}),
         dict(input=[{"role": "user", "content": [{"type": "input_image"}]}]), dict(input=[]), dict(input="x", tools=5),
         dict(input="x", tool_choice={"type": "function", "name": "x"}), dict(input="x", max_output_tokens="x"),

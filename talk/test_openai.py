@@ -260,6 +260,7 @@ def test_tools_that_are_refused(scripted):
         (dict(tools=5), "tools"), (dict(tools=[{}]), "tools"), (dict(tools=[{"type": "custom"}]), "tools"),
         (dict(tools=[{"type": "function", "function": {"name": 5}}]), "tools"),
         (dict(tools=[{"type": "function", "function": {"name": "a", "parameters": 5}}]), "tools"),
+        (dict(tools=[{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}]), "tools"),
         (dict(tool_choice="required"), "tool_choice"), (dict(tools=[TOOL], tool_choice="sometimes"), "tool_choice"),
         (dict(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "x"}}), "tool_choice"),
         (dict(parallel_tool_calls="no"), "parallel_tool_calls"),
