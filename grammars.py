@@ -191,7 +191,7 @@ def checked_multiples(grammar: str) -> None:
     that the automaton for them would take gigabytes."""
     found = set()
     for schema in re.finditer(r"%json\s*", grammar):
-        with suppress(json.JSONDecodeError):  # which llguidance tells
+        with suppress(json.JSONDecodeError):  # llguidance says what is wrong with it
             value, _ = json.JSONDecoder().raw_decode(grammar, schema.end())
             found |= {*multiples_of(value)}
     if math.prod(each.numerator for each in found) > MOST_MULTIPLE:

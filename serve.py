@@ -138,7 +138,7 @@ class News(NamedTuple):
     ended_by: str = ""  # empty while the text goes on
     stop: str = ""
     error: str = ""  # why it failed
-    clients: bool = False  # whether that is the client's fault
+    refused: bool = False  # whether that is the client's fault
 
 
 class Desk:
@@ -212,7 +212,7 @@ class Desk:
     def news_of(self, number: int, text: Generation) -> News:
         pieces = []
         error = ended_by = ""
-        clients = False
+        refused = False
         try:
             while text.ready:
                 pieces.append(next(text))
@@ -220,13 +220,13 @@ class Desk:
             pass
         except GrammarError as found:
             error = str(found)
-            clients = True
+            refused = True
         except Exception as failed:
             error = failure(failed, self.debug).detail
         if text.ended:
             ended_by = text.ended_by
             del self.texts[number]
-        end = (ended_by, text.stop, error, clients)
+        end = (ended_by, text.stop, error, refused)
         return News(number, pieces, text.cached_tokens, text.timings, *end)
 
     def send(self, news: list[News]) -> None:
@@ -266,7 +266,7 @@ class RemoteGeneration(Generation):
     def _next(self) -> Piece | None:
         if self._pieces:
             return self._pieces.popleft()
-        if self._last.clients:
+        if self._last.refused:
             raise APIError(self._last.error)
         if self._last.error:
             raise APIError(self._last.error, 500, "failed")
