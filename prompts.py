@@ -16,13 +16,13 @@ from functools import cached_property, partial
 from grammars import Grammars, json_grammar
 from settings import SETTINGS, Sampling
 from texts import Generation, check_prompt, check_room
-from tokenizer import THINK, THOUGHT, Prompt, Tokenizer
+from tokenizer import LARGE, THINK, THOUGHT, Prompt, Tokenizer
 
 # its "role" and its "content"; beside these, what else chat templates know: "tool_calls",
 # "reasoning_content"
 Message = dict
 
-FORBIDS = 1e9  # a bias after which no token is drawn, or no other
+MOST_BIAS = 1e9  # of either sign: enough to rule out a token, or all others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,8 @@ class Writer:
         text = prompt
         doubles_bos = False
         if isinstance(prompt, str):
-            self.check_length(prompt, self.ctx_size - (n != 0))
+            if len(prompt) > LARGE:
+                self._check_length(prompt, self.ctx_size - (n != 0))
             prompt = self.encode(prompt)
             doubles_bos = prompt[:2] == [self.tokenizer.bos] * 2
         elif echo:
@@ -130,7 +131,8 @@ class Writer:
         if logit_bias:
             if wrong := [bias for bias in logit_bias.values() if not bias < math.inf]:
                 raise ValueError(f"logit_bias has {wrong[0]}; it must have numbers below inf")
-            logit_bias = {i: min(max(bias, -FORBIDS), FORBIDS) for i, bias in logit_bias.items()}
+            clamped = lambda bias: min(max(bias, -MOST_BIAS), MOST_BIAS)
+            logit_bias = {id: clamped(bias) for id, bias in logit_bias.items()}
         if logprobs is not None and logprobs < 0:
             raise ValueError(f"logprobs is {logprobs}; it must be 0 or more")
         if schema is not None:
@@ -175,15 +177,11 @@ class Writer:
         if wrong := [id for id in ids if not 0 <= id < V]:
             raise ValueError(f"there is no token {wrong[0]}; the model's are 0 .. {V - 1}")
 
-    @cached_property
-    def _longest(self) -> int:
-        """Bytes of the longest token."""
-        return max(len(self.tokenizer.bytes_of(id)) for id in range(self.vocab_size))
-
-    def check_length(self, text: str, size: int) -> None:
-        """Raise ContextFull for a text that has more than `size` tokens even if all are as long as the
-        longest one: to encode it would take 250 times its memory."""
-        check_room(len(text) // max(1, self._longest), size, least=True)
+    def _check_length(self, text: str, size: int) -> None:
+        """Raise ContextFull for a text that has more than `size` tokens even if each is as long as the
+        longest one. Encoding it would take 250 times its memory."""
+        longest = max(len(self.tokenizer.bytes_of(id)) for id in range(self.vocab_size))
+        check_room(len(text) // max(1, longest), size, least=True)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt, in which the names of control tokens stand for the tokens; for an empty

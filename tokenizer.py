@@ -30,7 +30,7 @@ from loading.templates import render
 TURN_MARKS = ("<|im_start|>", "<|im_end|>")
 # a model's vocabulary may be padded beyond its tokenizer's, to a multiple that suits the hardware
 PADDING = 4096
-LARGE = 1 << 20  # characters of a text that is encoded while no other is: 8 million take 2 GB
+LARGE = 1 << 20  # characters; longer texts are encoded one at a time, since 8 million take 2 GB
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 # What ends the text of models that fill in the middle

@@ -33,7 +33,7 @@ from tests.helpers import (
     logits_of,
     one_at_a_time,
 )
-from tokenizer import TextStream
+from tokenizer import LARGE, TextStream
 
 # ---- session.py
 
@@ -301,7 +301,8 @@ def test_wrong_calls_say_what_is_wrong(tiny, tiny_session, tmp_path):
         (generate, dict(prompt="a", logit_bias={5: math.nan}), "logit_bias has nan; it must have"),
         (generate, dict(prompt=[1] * 256), "prompt is too long: 256 tokens > 255 maximum"),
         (generate, dict(prompt=[1] * 257, n=0), "prompt is too long: 257 tokens > 256 maximum"),
-        (generate, dict(prompt="a " * 999), r"prompt is too long: at least \d+ tokens > 255"),
+        (generate, dict(prompt="a " * 999), r"prompt is too long: \d+ tokens > 255 maximum"),
+        (generate, dict(prompt="a " * LARGE), r"prompt is too long: at least \d+ tokens > 255"),
         (decode, dict(prompt=torch.tensor([1, 5])), no_list),
         (decode, dict(prompt="text"), no_list),
     ]
