@@ -113,7 +113,7 @@ class InfillRequest(GenerationRequest):
         ids = [*begin, before, *others, *prefix, after, *suffix, between]
         ends = [tokenizer.control[name] for name in ENDS if name in tokenizer.control]
         self.stop_token_ids = [*self.stop_token_ids, *ends]
-        return answers_to(ids, self, session)
+        return answers_to(ids, self, session, grammar=self.text_grammar())
 
 
 def fitted(

@@ -432,7 +432,7 @@ def is_tool(value: dict) -> dict:
 
 
 def within(outer: str, name: str):
-    """A field that chats have inside another one, and Responses in its place."""
+    """A field that chats nest in another one, and Responses do not."""
     return Field(validation_alias=AliasChoices(AliasPath(outer, name), name))
 
 
@@ -745,7 +745,7 @@ class ChatCompletionRequest(GenerationRequest):
                 grammar=grammar,
                 **self.options(index),
             )
-            router = Router(style, schemas(self.tools), prompt.thinks, calls=bool(forced))
+            router = Router(style, schemas(self.tools), prompt.thinks, forced=bool(forced))
             answers.append(Answer(text, router, self.parallel_tool_calls))
         return answers
 
@@ -805,7 +805,7 @@ class CompletionRequest(GenerationRequest):
 
     def choices(self, session: Writer) -> list[Answer]:
         best = None if self.logprobs is False else int(self.logprobs)
-        options = dict(logprobs=best, echo=self.echo)
+        options = dict(logprobs=best, echo=self.echo, grammar=self.text_grammar())
         match self.prompt:
             case [str() | list(), *_]:
                 prompts = self.prompt
@@ -839,7 +839,6 @@ def answers_to(
 ) -> list[Answer]:
     """The texts that follow a prompt, as many as the request wants. options: more arguments of
     Writer.generate."""
-    options["grammar"] = request.text_grammar()
     texts = (session.generate(prompt, **request.options(i), **options) for i in range(request.n))
     return [*map(Answer, texts)]
 

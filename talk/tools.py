@@ -306,13 +306,13 @@ class Router:
         style: Style | None = None,
         tools: Tools | None = None,
         thinks: bool = False,
-        calls: bool = False,
+        forced: bool = False,
     ):
         """style: how calls are written; None if there are none. thinks: the text begins within what is
-        thought. calls: what comes next is a call, so that a mark which the text ends in is none of
-        its text."""
+        thought. forced: the text has to be a call, so what is left of one that was cut off is
+        dropped instead of shown."""
         self.style = style
-        self._calls = calls
+        self._forced = forced
         self.tools = tools or {}
         self._pending = ""
         self._space = ""  # held back: it may come before a call
@@ -334,7 +334,7 @@ class Router:
 
     def finish(self) -> list[Part]:
         """What is still held back, once there is no more text."""
-        if self._calls and not self.thinks:
+        if self._forced and not self.thinks:
             return []
         parts = [*self._parts(last=True)]
         if self._state == "text" and self._space and not self._bare:
