@@ -3,9 +3,9 @@ sequence; G = H / KH query heads share one k, v head.
 
 q [T, H, D], keys and values of one layer [KH, P, D] -> [T, H D]
 
-Three kernels: for one query row per key/value head, for a few, also of several segments, and
-for a prompt, which is a single segment. For Hopper, cards/hopper.py has one for up to 64 tokens and 128 rows, and one
-for long prompts.
+Three kernels: for one query row per key/value head, for a few rows, also of several segments, and
+for a prompt, which is a single segment. For Hopper, cards/hopper.py has one for up to 64 tokens and
+128 rows, and one for long prompts.
 All keep a running softmax in base 2, with the factor log2(e) folded into qk_scale (online softmax:
 Milakov and Gimelshein, 2018)."""
 

@@ -57,7 +57,7 @@ class Sequence:
     n: int = -1  # tokens at most; below 0 as many as fit
     sampling: Sampling = Sampling()
     eos: Collection[int] = ()  # ids that end the text
-    ignore_eos: bool = False  # they are never sampled
+    ignore_eos: bool = False  # these are never sampled, and the text goes on
     # Called with the number of tokens of the prompt that are done, and the total
     progress: Callable[[int, int], None] | None = None
     scores: int | None = None  # note each token's, with that many of the most probable ones

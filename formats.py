@@ -399,16 +399,11 @@ def columns_of(places, K: tl.constexpr, FORMAT: tl.constexpr):
 
 @jit
 def load_vector(
-    x,
-    k,
-    offs_k,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FORMAT: tl.constexpr,
+    x, k, offs_k, K: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
     PARTS: tl.constexpr = 1,
-):
-    """Load x for the weights that are stored in places k + offs_k: of PARTS matrices of K columns
-    side by side, each in its own order. The interpreter gets fp32, since its own bf16 products are
+):  # fmt: skip
+    """Load x for the weights that are stored in places k + offs_k of PARTS matrices of K columns side
+    by side, each in its own column order. The interpreter gets fp32, since its own bf16 products are
     wrong."""
     places = k + offs_k
     if PARTS == 1:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MOST_CHARACTERS = 1 << 18  # of a grammar: larger ones take seconds to compile
 MOST_STATES = 50_000  # of a grammar's automaton, 2 kB each
-MOST_MULTIPLE = 100_000  # of multipleOf: to count up to a million takes 5 s and 230 MB
+MOST_MULTIPLE = 100_000  # of multipleOf: the automaton for a million takes 5 s and 230 MB
 CACHED = 16  # compiled grammars that are kept
 # White space after commas and colons only: free white space may go on until the text is cut
 JSON_STYLE = {
@@ -55,7 +55,7 @@ INSIDE = ("items", "additionalProperties")
 LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
 NAMED = ("properties", "patternProperties", "$defs", "definitions")
 # what gives an object more properties than those beside it
-COMBINED = ("allOf", "anyOf", "oneOf", "$ref")
+COMBINED = {"anyOf", "oneOf", "$ref"}
 
 
 def everywhere(change: Callable[[dict], dict]) -> Callable[[object], object]:
@@ -99,10 +99,17 @@ def settled(schema: dict) -> dict:
 def is_combined(schema: dict) -> bool:
     """Whether there are objects that get their properties from several schemas, none of which knows
     them all."""
-    found = []
-    everywhere(lambda inner: found.append(inner) or inner)(schema)
-    properties = [inner for inner in found if "allOf" in inner or "properties" in inner]
-    return any(name in inner for inner in properties for name in COMBINED)
+    found: list[dict] = []
+
+    @everywhere
+    def collect(inner: dict) -> dict:
+        found.append(inner)
+        return inner
+
+    collect(schema)
+    return any(
+        "allOf" in inner or "properties" in inner and inner.keys() & COMBINED for inner in found
+    )
 
 
 @everywhere
@@ -144,17 +151,17 @@ def lark_grammar(text: str) -> str:
 
     checked_size(text)
     try:
-        return gbnf_to_lark(CHARACTER.sub(plain_character, text))
+        return gbnf_to_lark(ESCAPE.sub(plain_character, text))
     except Exception as error:  # also IndexError and RecursionError, for what is no grammar
         raise ValueError(f"the grammar: {one_line(str(error))}") from None
 
 
-# What stands for a character in GBNF; an escaped backslash does not begin it
-CHARACTER = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
+# An escape sequence of GBNF; the groups match the code of a character
+ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 
 def plain_character(escape: re.Match) -> str:
-    """The character itself instead of its number, with which llguidance's converter fails."""
+    """The character itself instead of its code, which llguidance's converter reads wrongly."""
     number = escape[1] or escape[2]
     if not number:
         return escape[0]
@@ -175,25 +182,25 @@ def checked_size(grammar: str) -> None:
 
 
 def multiples_of(value: object) -> Iterator[Fraction]:
-    """All that stands behind multipleOf in an object of JSON."""
+    """The value of every multipleOf in a JSON value."""
+    parts = value if isinstance(value, list) else []
     if isinstance(value, dict):
+        parts = value.values()
         multiple = value.get("multipleOf")
         if isinstance(multiple, int | float):
             yield Fraction(str(multiple))
-        value = [*value.values()]
-    if isinstance(value, list):
-        for inner in value:
-            yield from multiples_of(inner)
+    for part in parts:
+        yield from multiples_of(part)
 
 
 def checked_multiples(grammar: str) -> None:
-    """Raise ValueError for a JSON schema in a grammar whose numbers are multiples of such large ones
-    that the automaton for them would take gigabytes."""
+    """Raise ValueError if the JSON schemas in a grammar ask for multiples of such large numbers that
+    the automaton would take gigabytes."""
     found = set()
-    for schema in re.finditer(r"%json\s*", grammar):
-        with suppress(json.JSONDecodeError):  # llguidance says what is wrong with it
-            value, _ = json.JSONDecoder().raw_decode(grammar, schema.end())
-            found |= {*multiples_of(value)}
+    for begin in re.finditer(r"%json\s*", grammar):
+        with suppress(json.JSONDecodeError):  # llguidance says what is wrong
+            schema, _ = json.JSONDecoder().raw_decode(grammar, begin.end())
+            found |= {*multiples_of(schema)}
     if math.prod(each.numerator for each in found) > MOST_MULTIPLE:
         raise ValueError(f"the JSON schema: multipleOf may be {MOST_MULTIPLE:,} at most")
 
@@ -202,8 +209,7 @@ def checked_multiples(grammar: str) -> None:
 
 
 class GrammarError(ValueError):
-    """Something is wrong with what a text was to be. It may be found when a part of the text is
-    written."""
+    """A grammar is wrong or too complex, which may turn out only while the text is being written."""
 
 
 class Grammars:

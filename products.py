@@ -726,7 +726,9 @@ def launch_product(product: Product, epilogue: Epilogue, args: tuple) -> None:
     T = len(product.x)
     if T == 1:
         launch_single(product, epilogue, args)
-    elif isinstance(sizes := kernel_sizes(product, T), FewSizes):
+        return
+    sizes = kernel_sizes(product, T)
+    if isinstance(sizes, FewSizes):
         launch_few(product, epilogue, args, sizes, T)
     else:
         launch_many(product, epilogue, args, sizes)

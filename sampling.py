@@ -518,7 +518,7 @@ def _sample_candidates_kernel(
     """Draw with a top-k of at most the number of parts. The k-th largest of the parts' bests has k
     logits at or above it, so top-k's threshold is no lower. All of these are listed, seldom many
     more than k, with their tokens: listed and listed_ids [R, V]; counts [R] is zero between
-    launches. Tokens that a mask forbids are not listed, also where it leaves fewer than k parts."""
+    launches. Tokens that a mask forbids are never listed, even if it leaves tokens in fewer than k parts."""
     gdc_launch_dependents(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
     listed += row * V

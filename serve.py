@@ -226,8 +226,16 @@ class Desk:
         if text.ended:
             ended_by = text.ended_by
             del self.texts[number]
-        end = (ended_by, text.stop, error, refused)
-        return News(number, pieces, text.cached_tokens, text.timings, *end)
+        return News(
+            number,
+            pieces,
+            text.cached_tokens,
+            text.timings,
+            ended_by=ended_by,
+            stop=text.stop,
+            error=error,
+            refused=refused,
+        )
 
     def send(self, news: list[News]) -> None:
         if self.pipe:
@@ -672,7 +680,8 @@ async def body_of(request: Request) -> bytes:
 async def error_response(received: Request | None, error: HTTPException) -> Response:
     """The answer to what this program or starlette refuses, or to what has failed."""
     if error.status_code == 404 and received and not isinstance(error, APIError):
-        paths = ", ".join([*ENDPOINTS, "/models", "/props", "/slots", "/health"])
+        routes = [route for route in received.app.routes if isinstance(route, Route)]
+        paths = ", ".join(route.path for route in routes if "{" not in route.path)
         error.detail = f"there is no {received.url.path} here: this server has {paths}"
     headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "2"}}
     status = error.status_code

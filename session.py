@@ -496,7 +496,7 @@ class Conversation:
         length = len(self.session.render([*system, {"role": "user", "content": message}]).ids)
         if length >= size:
             what = f"{name} takes {length} tokens"
-            raise ValueError(f"{what}; the context holds {size}, with the answer (ctx_size)")
+            raise ValueError(f"{what}; the context holds {size}, including the answer (ctx_size)")
         return length
 
     def _answer(self, message: str, turns: list[Message], options: dict) -> Generation:

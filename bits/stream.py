@@ -87,14 +87,9 @@ def _sums(half2, EACH: tl.constexpr):
 
 @jit
 def _stream_x(
-    x,
-    norm_tiles,
-    k,
-    K: tl.constexpr,
-    SUMMED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, norm_tiles, k, K: tl.constexpr, SUMMED: tl.constexpr, BLOCK: tl.constexpr,
     FORMAT: tl.constexpr,
-):
+):  # fmt: skip
     """Load BLOCK places of x, times the norm's weights if there is a norm. Each 64 of them are
     scaled by a power of two of their own, so that magnitudes stay below FORMAT.x_peak, as long as no norm
     weight is above products.NORM_LIMIT.

@@ -905,7 +905,7 @@ MUTANTS = [
     Mutant("serve.py", 'if name != self.about["id"]:', "if False:", "serve_paths"),
     Mutant("engine.py", "both := mask & s.mask", "both := mask | s.mask", "grammars_of_all_kinds"),
     Mutant("grammars.py", "k not in EMPTY or EMPTY[k]", "EMPTY.get(k)", "grammars_of_all_kinds"),
-    Mutant("grammars.py", '"anyOf", "oneOf", "$ref")', ")", "have_the_properties"),
+    Mutant("grammars.py", '{"anyOf", "oneOf", "$ref"}', "set()", "have_the_properties"),
     Mutant(
         "prompts.py", "(prompt), self.ctx_size - (n != 0)", "(prompt), self.ctx_size", "wrong_calls"
     ),

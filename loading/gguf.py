@@ -54,7 +54,7 @@ STRINGS = 1 << 21
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TensorInfo(FileTensor):
-    """A row of the table of tensors: a tensor in blocks has no dtype."""
+    """A row of the table of tensors. A tensor in blocks has no dtype."""
 
     type: Type
 

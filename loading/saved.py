@@ -136,7 +136,7 @@ def tensors_to_save(c: Config, weights: Weights, format: Format) -> dict[str, Te
 
 
 def as_saved(small_files: dict[str, bytes]) -> dict[str, bytes]:
-    """The original's small files, except that its config.json has a model_type of its own: other programs
+    """The original's small files, but config.json has a model_type of this program: other programs
     would take the original's, and fill in random weights for those whose names they do not find."""
     if "config.json" not in small_files:
         return small_files

@@ -2,8 +2,8 @@
 it fits a model, and its weights. Nothing in a file is trusted: names, shapes, types and values are
 checked, and what is not supported is refused by name.
 
-A head's layer is a model's, except that its attention reads a token's embedding and a state side by side, and
-that there is a norm for each. So it is read and checked as a model's layer is: loading/layouts.py."""
+A head's layer is a model's, except that its attention reads a token's embedding and a state side by
+side, with a norm for each. So it is read and checked as a model's layer is: loading/layouts.py."""
 
 from __future__ import annotations
 

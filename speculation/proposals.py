@@ -3,8 +3,8 @@ proposed, evaluated together, and kept as far as they are what is sampled anyway
 
 The text does not change, except for rounding, since sums are added in another order. Each position
 is sampled as always, from its own logits with its own random numbers; a proposal is accepted if it
-equals what was sampled, and the first that does not ends the pass. Lookup, Draft
-and heads.Head are the ways to propose.
+equals what was sampled, and the first that does not ends the pass. Lookup, Draft and heads.Head are
+the ways to propose.
 
 A pass with proposals takes longer than one of a single token. If too few are accepted to make up
 for that, texts go on by single tokens, and proposals are tried again only now and then."""
