@@ -84,6 +84,19 @@ def route_ref(x: Tensor, layer: LayerWeights, pass_: Pass) -> Routes | None:
 
 
 @jit
+def _in_order(x):
+    """Integers in the order of floats. A warp finds the largest of integers by one instruction."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0, which it equals
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@jit
+def _from_order(bits):
+    """The floats again."""
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@jit
 def _pick(
     logits, ids, weights, t, T, E: tl.constexpr, SLOTS: tl.constexpr, NORM_TOPK: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -97,14 +110,15 @@ def _pick(
     logit = tl.load(pointers, mask=own & (offs < E), other=float("-inf"), cache_modifier=".cg")
     logit = tl.where(logit == logit, logit, float("-inf"))  # NaN beats no number
     peak = tl.max(logit, 1)
-    left = tl.where(offs < E, tl.maximum(logit, LOWEST), float("-inf"))
+    left = tl.where(offs < E, _in_order(tl.maximum(logit, LOWEST)), -(2**31))
     chosen = tl.full([t.shape[0], BLOCK_S], E, tl.int32)
     shares = tl.full([t.shape[0], BLOCK_S], 0.0, tl.float32)
     for slot in tl.static_range(SLOTS):
-        best, expert = tl.max(left, 1, return_indices=True)  # of equal ones the first
-        left = tl.where(offs == expert[:, None], float("-inf"), left)
+        best = tl.max(left, 1)
+        expert = tl.min(tl.where(left == best[:, None], offs, BLOCK), 1)  # of equal ones the first
+        left = tl.where(offs == expert[:, None], -(2**31), left)
         chosen = tl.where(own & (slots == slot), expert[:, None], chosen)
-        shares = tl.where(slots == slot, tl.exp(best - peak)[:, None], shares)
+        shares = tl.where(slots == slot, tl.exp(_from_order(best) - peak)[:, None], shares)
     total = tl.sum(shares, 1) if NORM_TOPK else tl.sum(tl.exp(logit - peak[:, None]), 1)
     places = t[:, None] * SLOTS + slots
     tl.store(ids + places, chosen, mask=own & (slots < SLOTS))
@@ -255,6 +269,8 @@ def _route_few(x: Tensor, layer: LayerWeights, pass_: Pass, routes: Routes) -> N
     args = (x, layer.ffn_norm, layer.router.data, pass_.norm_eps, layer.router_gain)
     block = triton.next_power_of_2(C)
     rows = 4 if T <= 4 else 8
+    warps = max(1, min(rows, block // 256))
+    tokens = max(triton.next_power_of_2(T), warps)  # a warp picks the experts of one alone
     launch(
         _route_kernel,
         (triton.cdiv(E, rows), T),
@@ -264,11 +280,11 @@ def _route_few(x: Tensor, layer: LayerWeights, pass_: Pass, routes: Routes) -> N
         arrived,
         *routes,
         T,
-        **_sizes_of_pick(E, pass_, triton.next_power_of_2(T)),
+        **_sizes_of_pick(E, pass_, tokens),
         C=C,
         ROWS=rows,
         BLOCK=block,
-        warps=max(1, min(rows, block // 256)),
+        warps=warps,
     )
 
 
