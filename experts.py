@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from passes import Pass
 
 FEW_ROUTED = 8  # up to so many tokens, one kernel does all that a router does
+# Up to so many, a kernel computes the logits; beyond, the library
+MOST_ROUTED = 128
 PICKED = 4  # tokens of a program of _pick_kernel, for more
 LOWEST = constexpr(torch.finfo(torch.float32).min)
 
@@ -98,16 +100,17 @@ def _from_order(bits):
 
 @jit
 def _pick(
-    logits, ids, weights, t, T, E: tl.constexpr, SLOTS: tl.constexpr, NORM_TOPK: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_S: tl.constexpr,
+    logits, gain, ids, weights, t, T, E: tl.constexpr, SLOTS: tl.constexpr,
+    NORM_TOPK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """The experts of tokens t [TOKENS], found one after the other, and their weights. Returns the
-    ids [TOKENS, BLOCK_S], E where there is no slot."""
+    """The experts of tokens t [TOKENS], found one after the other, and their weights. The logits are
+    multiplied by `gain`. Returns the ids [TOKENS, BLOCK_S], E where there is no slot."""
     offs = tl.arange(0, BLOCK)[None, :]
     slots = tl.arange(0, BLOCK_S)[None, :]
     own = (t < T)[:, None]
     pointers = logits + t[:, None] * E + offs
     logit = tl.load(pointers, mask=own & (offs < E), other=float("-inf"), cache_modifier=".cg")
+    logit *= gain
     logit = tl.where(logit == logit, logit, float("-inf"))  # NaN beats no number
     peak = tl.max(logit, 1)
     left = tl.where(offs < E, _in_order(tl.maximum(logit, LOWEST)), -(2**31))
@@ -162,21 +165,21 @@ def _route_kernel(
     values = tl.load(x + t * C + offs_c, mask=mask_c, other=0.0).to(tl.float32)
     inv_rms = tl.rsqrt(tl.sum(values * values) / C + eps)
     sums = tl.sum(tile.to(tl.float32) * (values * factors)[None, :], 1)
-    tl.store(logits + t * E + rows, sums * (inv_rms * gain), mask=rows < E)
+    tl.store(logits + t * E + rows, sums * inv_rms, mask=rows < E)
     if is_last(arrived, tl.num_programs(0) * T):
         tokens = tl.arange(0, TOKENS)
-        chosen = _pick(logits, ids, weights, tokens, T, E, SLOTS, NORM_TOPK, BLOCK_E, BLOCK_S)
+        chosen = _pick(logits, gain, ids, weights, tokens, T, E, SLOTS, NORM_TOPK, BLOCK_E, BLOCK_S)
         if order is not None:
             _sort(chosen, order, counts, E, SLOTS, BLOCK_E)
 
 
-# More tokens: their logits by tensor cores, then programs for a few tokens each, then one for each
-# expert.
+# More tokens: their logits by tensor cores, for a prompt by the library, then programs for a few tokens
+# each, then one for each expert.
 
 
 @jit
 def _logits_kernel(
-    x, norm, w, eps, gain, logits, T,
+    x, norm, w, eps, logits, T,
     E: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -208,19 +211,20 @@ def _logits_kernel(
             normed, tile = normed.to(tl.float32), tile.to(tl.float32)
         acc = tl.dot(normed, tl.permute(tile, (0, 2, 1)), acc, input_precision="ieee")
     offs = t[:, None] * E + rows[None, :]
-    tl.store(logits + offs, tl.sum(acc, 0) * gain, mask=(t[:, None] < T) & (rows[None, :] < E))
+    tl.store(logits + offs, tl.sum(acc, 0), mask=(t[:, None] < T) & (rows[None, :] < E))
 
 
 @jit
 def _pick_kernel(
-    logits, ids, weights, T, E: tl.constexpr, SLOTS: tl.constexpr, NORM_TOPK: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+    logits, gain, ids, weights, T, E: tl.constexpr, SLOTS: tl.constexpr,
+    NORM_TOPK: tl.constexpr, TOKENS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The experts of TOKENS tokens."""
     gdc_launch_dependents(PDL)
     gdc_wait(PDL)
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    _pick(logits, ids, weights, t, T, E, SLOTS, NORM_TOPK, BLOCK_E, BLOCK_S)
+    _pick(logits, gain, ids, weights, t, T, E, SLOTS, NORM_TOPK, BLOCK_E, BLOCK_S)
 
 
 @jit
@@ -295,24 +299,39 @@ def _sizes_of_pick(E: int, pass_: Pass, tokens: int) -> dict[str, int]:
 
 
 def _route_many(x: Tensor, layer: LayerWeights, pass_: Pass, routes: Routes) -> None:
-    T, C = x.shape
+    T = len(x)
     E, k = layer.router.rows, pass_.experts_per_token
-    logits = x.new_empty(T, E, dtype=torch.float32)
-    args = (x, layer.ffn_norm, layer.router.data, pass_.norm_eps, layer.router_gain, logits, T)
-    rows = 8 if T <= 128 else 32
-    # bytes of a row at a time, so that they fit into 227 kB of shared memory, or into GeForce's 99
-    most = (4096 if capability(x.device) in (90, 100) else 2048) // (1 if T <= 128 else 2)
-    block = max(16, min(most // layer.router.data.element_size(), triton.next_power_of_2(C)))
-    warps = max(1, min(8, block // 128))
-    grid = (triton.cdiv(T, 16), triton.cdiv(E, rows))
-    sizes = dict(E=E, C=C, ROWS=rows, PARTS=warps, BLOCK=block)
-    launch(_logits_kernel, grid, x.device, *args, **sizes, warps=warps)
-    args = (logits, routes.ids, routes.weights, T)
+    logits = _logits(x, layer, pass_) if T <= MOST_ROUTED else _library_logits(x, layer, pass_)
+    args = (logits, layer.router_gain, routes.ids, routes.weights, T)
     sizes = _sizes_of_pick(E, pass_, PICKED)
     launch(_pick_kernel, (triton.cdiv(T, PICKED),), x.device, *args, **sizes)
     block = min(16384, triton.next_power_of_2(T * k))
     args = (routes.ids, routes.order, routes.counts, T * k)
     launch(_sort_kernel, (E,), x.device, *args, BLOCK=block, warps=min(8, max(1, block // 256)))
+
+
+def _logits(x: Tensor, layer: LayerWeights, pass_: Pass) -> Tensor:
+    T, C = x.shape
+    E = layer.router.rows
+    logits = x.new_empty(T, E, dtype=torch.float32)
+    args = (x, layer.ffn_norm, layer.router.data, pass_.norm_eps, logits, T)
+    # bytes of a row at a time, so that they fit into 227 kB of shared memory, or into GeForce's 99
+    most = 4096 if capability(x.device) in (90, 100) else 2048
+    block = max(16, min(most // layer.router.data.element_size(), triton.next_power_of_2(C)))
+    warps = max(1, min(8, block // 128))
+    sizes = dict(E=E, C=C, ROWS=8, PARTS=warps, BLOCK=block)
+    grid = (triton.cdiv(T, 16), triton.cdiv(E, 8))
+    launch(_logits_kernel, grid, x.device, *args, **sizes, warps=warps)
+    return logits
+
+
+def _library_logits(x: Tensor, layer: LayerWeights, pass_: Pass) -> Tensor:
+    """The same by the library, for a prompt."""
+    normed = products.rmsnorm(x, layer.ffn_norm, pass_.norm_eps)
+    w = layer.router.data
+    if not x.is_cuda:
+        return functional.linear(normed.float(), w.float())
+    return torch.mm(normed, w.t(), out_dtype=torch.float32)
 
 
 # ---- their products

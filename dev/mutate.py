@@ -927,12 +927,11 @@ MUTANTS = [
         "checkpoints_equal_transformers",
     ),
     # one of two paths
-    Mutant(
-        "experts.py", "layer.router_gain, logits, T)", "1.0, logits, T)", "moves_and_the_router"
-    ),
+    Mutant("experts.py", "(logits, layer.router_gain,", "(logits, 1.0,", "moves_and_the_router"),
     Mutant(
         "experts.py", "pass_.norm_eps, layer.router_gain)", "pass_.norm_eps, 1.0)", "the_router"
     ),
+    Mutant("experts.py", "rmsnorm(x, layer.ffn_norm,", "rmsnorm(x, x[0],", "moves_and_the_router"),
     # a helper that reference and kernel share
     Mutant("sampling.py", "if s.repeat_last_n < 0:", "if s.repeat_last_n <= 0:", "looks_back"),
     # of a union the set that tests mostly have in the other one

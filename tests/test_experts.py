@@ -108,11 +108,11 @@ def test_many_slots_are_sorted():
 
 def test_norm_that_a_format_moves_and_the_router(monkeypatch):
     """What fit_norm takes out of ffn_norm for w13, the router's logits get back."""
-    x, layer, pass_ = expert_arguments(20, 5, 2, 64, 64, format=E4M3)
+    x, layer, pass_ = expert_arguments(150, 5, 2, 64, 64, format=E4M3)
     before = kernels.reference.route(x, layer, pass_)
     layer.router_gain = products.fit_norm(layer.ffn_norm, layer.w13)
     assert layer.router_gain < 1
-    for ops, rows in itertools.product((kernels.reference, kernels.fused), (20, 3, 1)):
+    for ops, rows in itertools.product((kernels.reference, kernels.fused), (150, 20, 3, 1)):
         after = ops.route(x[:rows].contiguous(), layer, pass_)
         assert torch.equal(after.ids, before.ids[:rows])
         assert torch.allclose(after.weights, before.weights[:rows], rtol=1e-3)
