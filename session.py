@@ -406,7 +406,7 @@ class Conversation:
         messages = []
         if system:
             messages = [{"role": "system", "content": system}]
-            self.length_with("?", messages, "the system prompt")
+            self.check_first("?", messages, "the system prompt")
         self.system: list[Message] = messages
         self.clear()
 
@@ -468,7 +468,7 @@ class Conversation:
         prompt = self.session.render([*self.system, *turns, new])
         if len(prompt.ids) + min(size // 4, 256) <= size:
             return prompt, turns
-        self.length_with(message, self.system, "the message")
+        self.check_first(message, self.system, "the message")
         while turns and len(prompt.ids) > size // 2:
             if len(turns) > 2:
                 turns = turns[2:]
@@ -489,15 +489,14 @@ class Conversation:
             return [message, answer | {"content": text}]
         return []
 
-    def length_with(self, message: str, system: list[Message], name: str) -> int:
-        """How many tokens a first message takes after a system prompt. Raises ValueError, which
-        names what is too long, if the context has no room for an answer."""
+    def check_first(self, message: str, system: list[Message], name: str) -> None:
+        """Raise ValueError, which names what is too long, if after a system prompt and a first message the
+        context has no room for an answer."""
         size = self.session.ctx_size
         length = len(self.session.render([*system, {"role": "user", "content": message}]).ids)
         if length >= size:
             what = f"{name} takes {length} tokens"
             raise ValueError(f"{what}; the context holds {size}, including the answer (ctx_size)")
-        return length
 
     def _answer(self, message: str, turns: list[Message], options: dict) -> Generation:
         prompt, kept = self.fit(message, turns)

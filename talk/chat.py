@@ -388,7 +388,7 @@ class Chat:
         text = self.ranks.broadcast(lambda: read_input(os.path.expanduser(name)))
         text = text.replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")
         to_read = f"{self.to_read}{text}\n\n"
-        self.conversation.length_with(to_read, self.conversation.system, name)
+        self.conversation.check_first(to_read, self.conversation.system, name)
         self.to_read = to_read
         self.output.note(f"{name}, {len(text):,} characters, goes before your next message")
 
