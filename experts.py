@@ -46,8 +46,7 @@ if TYPE_CHECKING:
     from passes import Pass
 
 FEW_ROUTED = 8  # up to so many tokens, one kernel does all that a router does
-# Up to so many, a kernel computes the logits; beyond, the library
-MOST_ROUTED = 128
+MOST_ROUTED = 128  # beyond, the library computes the logits
 PICKED = 4  # tokens of a program of _pick_kernel, for more
 LOWEST = constexpr(torch.finfo(torch.float32).min)
 
@@ -87,14 +86,14 @@ def route_ref(x: Tensor, layer: LayerWeights, pass_: Pass) -> Routes | None:
 
 @jit
 def _in_order(x):
-    """Integers in the order of floats. A warp finds the largest of integers by one instruction."""
+    """Floats as integers in the same order: one instruction finds the largest of a warp's."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0, which it equals
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @jit
 def _from_order(bits):
-    """The floats again."""
+    """The floats that _in_order was given."""
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -274,7 +273,7 @@ def _route_few(x: Tensor, layer: LayerWeights, pass_: Pass, routes: Routes) -> N
     block = triton.next_power_of_2(C)
     rows = 4 if T <= 4 else 8
     warps = max(1, min(rows, block // 256))
-    tokens = max(triton.next_power_of_2(T), warps)  # a warp picks the experts of one alone
+    tokens = max(triton.next_power_of_2(T), warps)  # each warp picks those of one token
     launch(
         _route_kernel,
         (triton.cdiv(E, rows), T),
