@@ -22,7 +22,6 @@ from loading.quantised import FLOATS, Packing, checked, of_rows, packing_of
 from loading.reading import FileTensor
 from loading.rope import rope_of
 from loading.tensors import Found, Spans, Stored, columns_in, files_for, floats
-from loading.tokenizer_files import ORIGINAL_TYPE
 from model import Config
 from settings import SETTINGS
 
@@ -56,7 +55,9 @@ JOINED = {
     "mlp.experts.gate_up_proj": ("feed_forward.experts.w1", "feed_forward.experts.w3"),
     "mlp.experts.down_proj": ("feed_forward.experts.w2",),
 }
-SAVED_TYPE = "fused-llama"  # the model_type in the config.json of a folder that --save wrote
+# In the config.json of a folder that --save wrote: its model_type, and where the original's is
+SAVED_TYPE = "fused-llama"
+ORIGINAL_TYPE = "original_model_type"
 # Beside the text in models that also know images
 OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 OF_TEXT = re.compile(r"^(model\.)?language_model\.")
@@ -68,6 +69,7 @@ class HuggingFaceFolder(Folder):
         f = Fields(self.path / "config.json")
         if f.get("model_type") == SAVED_TYPE:
             f["model_type"] = f.get(ORIGINAL_TYPE)
+        self.model_type = f.get("model_type", "llama")
         self.config_json = text_config(f, self.notes)
         self.family = family_of(self.config_json)
         self.packing = packing_of(self.config_json)

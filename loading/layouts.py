@@ -176,16 +176,20 @@ def joined(t: ModelTensor, stored_part: Callable[[Part], list[Stored]]) -> list[
 class Folder(Layout):
     """What the layouts of folders have in common."""
 
+    model_type = "llama"  # transformers' name for such models, by which it reads some tokenizers
+    tokenizer_above = False  # whether tokenizer.model may lie in the folder's parent
+
     def __init__(self, files: Files):
         super().__init__(files)
         self.generation = files.fields("generation_config.json")
 
     def small_files(self) -> dict[str, bytes]:
-        files = [*(self.path / name for name in hub.SMALL_FILES), tokenizer_file(self.path)]
+        files = [self.path / name for name in hub.SMALL_FILES]
+        files.append(tokenizer_file(self.path, self.tokenizer_above))
         return {file.name: read_bytes(file) for file in files if file.is_file()}
 
     def tokenizer_files(self, chat_template: str | None = None) -> TokenizerFiles:
-        return files_in(self.path, chat_template)
+        return files_in(self.path, chat_template, self.model_type, self.tokenizer_above)
 
     def file_tensors(self) -> list[FileTensor]:
         files, named = self.files.weights

@@ -19,6 +19,8 @@ from model import Config
 
 
 class MetaFolder(Folder):
+    tokenizer_above = True
+
     @staticmethod
     def is_at(files: Files) -> bool:
         of_meta = any(file.suffix == ".pth" for file in files.picked)

@@ -17,14 +17,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from formats import Format, Tensors
-from loading.hugging_face import SAVED_TYPE
-from loading.layouts import Files, Folder, Layout
+from loading.hugging_face import ORIGINAL_TYPE, SAVED_TYPE
+from loading.layouts import Files, Folder
 from loading.names import ModelTensor, Part, model_tensors, tensor_in
 from loading.place import FORMATS
 from loading.quantised import Wanted
 from loading.reading import FileTensor
 from loading.tensors import Found, Spans, Stored, columns_in, files_for, floats
-from loading.tokenizer_files import ORIGINAL_TYPE
 from model import Config, Weights
 
 SAVED = "model.safetensors"
@@ -34,11 +33,12 @@ SAVED_LAYOUT = "2"  # of such a file; any other is refused
 
 
 class SavedFolder(Folder):
-    def __init__(self, files: Files, original: Layout):
+    def __init__(self, files: Files, original: Folder):
         """original: what the small files are of."""
         super().__init__(files)
         self.original = original
         self.generation = original.generation
+        self.model_type = original.model_type
         self.notes = original.notes
         metadata, _ = files.header(self.path / SAVED)
         name = metadata.get("format")

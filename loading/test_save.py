@@ -22,7 +22,7 @@ from session import Session
 from tests.helpers import (
     DOWN,
     FAMILIES,
-    LAYOUTS,
+    FILES,
     assert_reads_alike,
     assert_refused,
     edit,
@@ -60,6 +60,7 @@ def test_a_model_is_named(tmp_path):
 
 @pytest.mark.parametrize("shape, layout, form", [
     ("gqa", None, "e4m3"), ("mqa, tied", None, "e5m2"), ("gqa", "meta, 2 shards", "e4m3"),
+    ("gqa", "config.json beside Meta's", "e4m3"),
     ("mixtral", None, "e4m3"), ("granite code", None, "e4m3"), ("qwen 3", None, "e5m2"),
     ("granite 3", None, "e4m3"), ("phi 4", None, "e4m3"),
 ])  # fmt: skip
@@ -69,7 +70,7 @@ def test_saved_model_is_the_model(cli, copy, shape, layout, form, monkeypatch):
     saved = copy.parent / "saved"
     hugging_face_model(read_config(copy).vocab_size, **FAMILIES[shape]).half().save_pretrained(copy)
     if layout:
-        LAYOUTS[layout](copy)
+        FILES[layout](copy)
         (copy / "tokenizer.model").rename(copy.parent / "tokenizer.model")
         (copy / "tokenizer.json").touch()  # the other comes first
     code, out, err = cli("-m", copy, "--save", saved, "--fp8", form)

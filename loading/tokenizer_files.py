@@ -13,18 +13,21 @@ from loading.gguf_tokenizer import QWEN2
 from loading.templates import find_template, named_template
 from tokenizer import TokenizerFiles
 
-# Where the config.json of a folder that --save wrote has the original's model_type
-ORIGINAL_TYPE = "original_model_type"
 
-
-def files_in(folder: Path, chat_template: str | None = None) -> TokenizerFiles:
-    """chat_template: a name or a file, instead of the folder's own. Raises OSError, ValueError."""
+def files_in(
+    folder: Path,
+    chat_template: str | None = None,
+    model_type: str = "llama",
+    or_above: bool = False,
+) -> TokenizerFiles:
+    """chat_template: a name or a file, instead of the folder's own. model_type: transformers' name for
+    such models. or_above: see tokenizer_file. Raises OSError, ValueError."""
 
     def read(name: str) -> dict:
         file = folder / name
         return read_json(file) if file.is_file() else {}
 
-    file = tokenizer_file(folder)
+    file = tokenizer_file(folder, or_above)
     vocabulary = read_bytes(file) if file.suffix == ".model" else read_json(file)
     config: dict = {}
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
@@ -35,8 +38,7 @@ def files_in(folder: Path, chat_template: str | None = None) -> TokenizerFiles:
         vocabulary = of_two_files(vocabulary, folder, config)
     beside = []
     if isinstance(vocabulary, dict):
-        said = read("config.json")
-        as_llama(vocabulary, said.get(ORIGINAL_TYPE, said.get("model_type", "llama")), config)
+        as_llama(vocabulary, model_type, config)
     else:
         with suppress(ValueError, TypeError):  # optional: it may be damaged, or have no such list
             beside += read("tokenizer.json").get("added_tokens") or []
@@ -61,13 +63,13 @@ def with_template(path: Path, chat_template: str | None, config: dict, **files) 
     )
 
 
-def tokenizer_file(folder: Path) -> Path:
+def tokenizer_file(folder: Path, or_above: bool = False) -> Path:
     """tokenizer.json or tokenizer.model of a folder, in transformers' order, or vocab.json, which has
-    merges.txt beside it. Meta's layout may have tokenizer.model in the folder's parent. Raises
+    merges.txt beside it. or_above: tokenizer.model may lie in the folder's parent instead. Raises
     OSError, ValueError."""
     whole = folder / "tokenizer.json"
     files = [folder / "tokenizer.model"]
-    if not (folder / "config.json").is_file():  # Meta's layout
+    if or_above:
         files.append(folder.parent / "tokenizer.model")
     files = [file for file in files if file.is_file()]
     # some only add tokens to a tokenizer.model

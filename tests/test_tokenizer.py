@@ -297,6 +297,7 @@ def test_candidates_for_a_vocabulary(tmp_path):
     train_tokenizer_json(folder, "zephyr, tinyllama")
     own = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     shutil.copy(HERE / "models/tales/tokenizer.model", tmp_path)
+    (folder / "params.json").write_text("{}")  # Meta's layout looks into the parent
     for raw in (None, b"IQ== 0\n", (tmp_path / "tokenizer.model").read_bytes()):
         if raw is not None:
             (folder / "tokenizer.model").write_bytes(raw)
