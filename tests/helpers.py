@@ -655,9 +655,9 @@ def op_arguments(
     **layer,
 ) -> tuple[tuple, tuple]:
     """Arguments of an op for `heads` (H, KH, D), and which of them it writes in place, as
-    tensors_in names them. T tokens after `before` others or, instead, several segments (a_pass).
-    biased: matrices have a bias. layer: fields that not every layer has. It is the second of a
-    model."""
+    tensors_in names them: "2." is the third one, "2.k" a field of it. T tokens after `before` others
+    or, instead, several segments (a_pass). biased: matrices have a bias. layer: fields that not every
+    layer has. It is the second of a model."""
     H, KH, D = heads
     C, F, V = 8 * (2 * H + 1), 52, VOCABULARY
     segments = segments or [(T, before)]

@@ -25,6 +25,7 @@ from cards import hopper
 from cards import sizes as launch_sizes
 from formats import Matrix
 from fp8 import E4M3, E5M2
+from loading.place import FORMATS
 from ranks import exchange as exchange_module
 from sampling import Sampler, Sampling
 from tests.helpers import (
@@ -191,9 +192,9 @@ def launch_8_bit_floats() -> None:
 
 
 def launch_formats() -> None:
-    """Matrices in all other formats."""
+    """Matrices in all formats."""
     dtype = torch.float16
-    for T, format in itertools.product((1, 3, 60, 96), (OWN, *FILE_FORMATS)):
+    for T, format in itertools.product((1, 3, 60, 96), (OWN, *FORMATS.values(), *FILE_FORMATS)):
         launch_linear_add(dtype, T, format)
     for T, format in ((1, None), (1, INT4), (3, INT4)):  # a kernel each
         launch_linear_add(dtype, T, format, bias=torch.zeros(48, dtype=dtype))
