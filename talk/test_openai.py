@@ -1,6 +1,7 @@
 """Tests of requests and answers with a model that says what a test wants it to say."""
 
 import json
+import re
 
 import httpx2 as httpx
 import pytest
@@ -9,7 +10,13 @@ import prompts as prompts_module
 import talk.openai as openai_module
 from session import Session
 from talk.endpoints import ENDPOINTS
-from talk.openai import APIError, ChatCompletionRequest, error_body, parse_request
+from talk.openai import (
+    UNSUPPORTED,
+    APIError,
+    ChatCompletionRequest,
+    error_body,
+    parse_request,
+)
 
 # Qwen's: tools in the system message, calls in tags, thinking in others
 TEMPLATE = """\
@@ -22,8 +29,10 @@ TEMPLATE = """\
 {{- '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
 {%- if enable_thinking %}{{ '<think>\\n' }}{% endif %}{% endif %}"""
-CHATS = "/chat/completions"
-ASKED = {"messages": [{"role": "user", "content": "Weather?"}]}
+CHATS, TEXTS = "/chat/completions", "/completions"
+RESPONSES, MESSAGES = "/responses", "/messages"
+USER = {"role": "user", "content": "Weather?"}
+ASKED = {"messages": [USER]}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Łódź"}}\n</tool_call>'
@@ -220,12 +229,12 @@ def test_some_of_the_tools(scripted):
     tools = [{"type": "function", "name": name} for name in ("get_weather", "other")]
     choice = {"type": "allowed_tools", "mode": "auto", "tools": tools[:1]}
     scripted.say(CALL)
-    scripted.object("/responses", input="a", tools=tools, tool_choice=choice, top_logprobs=2)
+    scripted.object(RESPONSES, input="a", tools=tools, tool_choice=choice, top_logprobs=2)
     assert "get_weather" in scripted.prompts[-1] and '"other"' not in scripted.prompts[-1]
     choice["tools"] = [{"type": "function", "name": "another"}]
     with pytest.raises(APIError, match="there are no tools"):
         choice["mode"] = "required"
-        scripted.object("/responses", input="a", tools=tools, tool_choice=choice)
+        scripted.object(RESPONSES, input="a", tools=tools, tool_choice=choice)
 
 
 def test_null_means_absent(scripted):
@@ -233,11 +242,11 @@ def test_null_means_absent(scripted):
     tool = {"name": "a", "description": None, "input_schema": {"type": "object"}}
     choice = {"type": "auto", "disable_parallel_tool_use": None}
     body = dict(messages=ASKED["messages"], max_tokens=5, tools=[tool], tool_choice=choice)
-    assert scripted.object("/messages", **body)["type"] == "message"
+    assert scripted.object(MESSAGES, **body)["type"] == "message"
     format = {"type": "json_schema", "json_schema": {"name": "a", "schema": None, "strict": None}}
     scripted.object(CHATS, **ASKED, response_format=format, max_tokens=2)
     with pytest.raises(APIError, match=r"tools\[0\].description: "):
-        scripted.object("/messages", **body | {"tools": [tool | {"description": 5}]})
+        scripted.object(MESSAGES, **body | {"tools": [tool | {"description": 5}]})
 
 
 def test_thinking(scripted):
@@ -253,22 +262,6 @@ def test_thinking(scripted):
     assert asked == {"reasoning_effort": "none", "enable_thinking": False}
     message, why = said(scripted, "Hm. Well", enable_thinking=True, max_tokens=4)
     assert not message["content"] and message["reasoning_content"] and why == "length"
-
-
-def test_tools_that_are_refused(scripted):
-    for body, name in (
-        (dict(tools=5), "tools"), (dict(tools=[{}]), "tools"), (dict(tools=[{"type": "custom"}]), "tools"),
-        (dict(tools=[{"type": "function", "function": {"name": 5}}]), "tools"),
-        (dict(tools=[{"type": "function", "function": {"name": "a", "parameters": 5}}]), "tools"),
-        (dict(tools=[{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}]), "tools"),
-        (dict(tool_choice="required"), "tool_choice"), (dict(tools=[TOOL], tool_choice="sometimes"), "tool_choice"),
-        (dict(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "x"}}), "tool_choice"),
-        (dict(parallel_tool_calls="no"), "parallel_tool_calls"),
-        (dict(chat_template_kwargs=[]), "chat_template_kwargs"),
-    ):  # fmt: skip
-        with pytest.raises(APIError) as refused:
-            scripted.object(CHATS, **ASKED | body)
-        assert refused.value.param in (name, f"{name}[0]"), body
 
 
 def test_a_call_that_is_cut_before_its_arguments(scripted, monkeypatch):
@@ -344,3 +337,104 @@ def test_infill_in_a_long_file(scripted, monkeypatch):
     scripted.session.model.ops.sample = scripted.sample
     said = scripted.object("/infill", **body)
     assert said["stop_type"] != "limit" and said["tokens_predicted"] <= 1
+
+
+# ---- what is refused
+
+COMPLETE = {  # what is asked where; null in place of a field means that it is absent
+    CHATS: ASKED, TEXTS: {"prompt": "a"}, MESSAGES: ASKED | {"max_tokens": 1},
+    RESPONSES: {"input": "x", "tools": [{"type": "function", "name": "a"}]},
+    "/tokenize": {"content": "a"}, "/detokenize": {"tokens": [1]}, "/apply-template": ASKED,
+}  # fmt: skip
+WRONG_FIELDS = dict(  # of chats as of texts
+    model=[5], max_tokens=["5", 1.5, True, -2, 1 << 31], max_completion_tokens=[[]],
+    temperature=["hot", -1, True, {}, 1.1e9, 10**400], top_p=[1.01, -0.01, "x"],
+    top_k=[-2, 0.5, 1 << 31], min_p=[1.01, -0.01], repeat_penalty=[0.009, 100.1, "x"],
+    repeat_last_n=[-2, 1 << 31], seed=["x", True, 0.5],
+    stop=[5, [5], {}, ["a"] * 1025, [None]], stream=[1, "yes"],
+    stream_options=[5, {"include_usage": 1}],
+    temp=[-1], repetition_penalty=["x"], n=[0, 17, "x", True], presence_penalty=[2.1, -2.1, "x"],
+    frequency_penalty=[2.1, -2.1], min_tokens=[-1, 0.5], stop_token_ids=[5, [-1], ["x"], [1 << 31]],
+    logit_bias=[5, {"x": 1}, {"1": 101}, {"1": "x"}, [1], [[1]]], guided_json=[5], guided_regex=[5],
+    guided_choice=[5, [5]], guided_grammar=[5], json_schema=[5, "x"], grammar=[5, {}],
+    response_format=[5, "json", {}, {"type": "xml"}, {"type": "json_schema"}], structured_outputs=[5],
+    samplers=[["temperature", "penalties", "top_k", "top_p", "min_p"], 5, {}],
+    **{name: [3, "x", [{}], {"x": 1}] for name in UNSUPPORTED},
+)  # fmt: skip
+WRONG = {  # values that are refused, by path and field
+    CHATS: WRONG_FIELDS | dict(
+        logprobs=[1, "x"], top_logprobs=[21, -1, True, 1], parallel_tool_calls=["no"],
+        chat_template_kwargs=[[]], tool_choice=["required", "sometimes"],
+        tools=[5, [{}], [{"type": "custom"}], *([{"type": "function", "function": wrong}] for wrong in (
+            {"name": 5}, {"name": "a", "parameters": 5}, {"name": "a", "parameters": {"type": "string"}},
+        ))],
+        messages=[None, [], "x", {}, *([USER, wrong] for wrong in (
+            "x", {}, {"role": "user"}, {"content": "x"}, USER | {"role": 5}, USER | {"role": "tool"},
+            USER | {"tool_calls": [1]}, *(USER | {"content": content} for content in (
+                5, {}, ["x"], [{"type": "text"}], [{"type": "image_url", "image_url": {}}],
+            )),
+        ))],
+    ),
+    TEXTS: WRONG_FIELDS | dict(
+        logprobs=["x", 21, -1], echo=[1],
+        prompt=[None, 5, [], ["a", 1], ["a"] * 129, [[]], [1.5], {}, [True]],
+        best_of=[True], typical_p=[True],  # which is 1 in Python, but not in JSON
+    ),
+    RESPONSES: dict(
+        input=[None, 5, [], [{"type": "computer_call"}], [USER | {"content": [{"type": "input_image"}]}]],
+        previous_response_id=["resp_1"], background=[True], conversation=["conv_1"], prompt=[{"id": "pmpt_1"}],
+        max_output_tokens=["x"], temperature=[-1], text=[{"format": {"type": "xml"}}, {"format": 5}],
+        tools=[5], tool_choice=[{"type": "function", "name": "x"}],
+    ),
+    MESSAGES: dict(
+        messages=[None, [], [USER | {"content": [{"type": "image"}]}]], max_tokens=[None, 0],
+        tool_choice=[{"type": "tool", "name": "x"}, {"type": "any"}], tools=[[{}]],
+        stop_sequences=[5], system=[5],
+    ),
+    "/tokenize": dict(content=[None, 5]), "/detokenize": dict(tokens=["a", [1.5]]),
+    "/apply-template": dict(messages=[None]),
+}  # fmt: skip
+OTHER_NAMES = {"text": "response_format"}  # as chats call it
+
+
+@pytest.mark.parametrize("path", WRONG)
+def test_wrong_fields(scripted, path):
+    """An error is about the field, or about an element of its list."""
+    for name, values in WRONG[path].items():
+        name_said = OTHER_NAMES.get(name, name)
+        for value in values:
+            with pytest.raises(APIError) as refused:
+                scripted.ask(path, COMPLETE[path] | {name: value})
+            error = refused.value
+            where = rf"{name_said}(\[\d+\](\.\w+)?)?"
+            assert (error.status_code, error.code) == (400, "invalid"), (name, value)
+            assert re.fullmatch(where, error.param) and name_said in error.detail, (name, value)
+
+
+@pytest.mark.parametrize("path, fields, said", [
+    (CHATS, {"messages": [USER | {"content": [{"type": "image_url"}]}]},
+     "messages[0].content: must be a string, or a list of parts of the type text: only text"),
+    (CHATS, {"messages": [USER | {"tool_calls": [1]}]}, "must be a list of calls of functions"),
+    (TEXTS, {"prompt": ["a", 1]}, "prompt: must be a string or a list of ids, or a list of at most 128"),
+    (TEXTS, {"prompt": "a", "logprobs": 21}, "logprobs: must be from 0 to 20, or true"),
+])  # fmt: skip
+def test_what_a_field_must_be(path, fields, said):
+    """In words, without pydantic's own."""
+    with pytest.raises(APIError) as refused:
+        parse_request(json.dumps(fields).encode(), ENDPOINTS[path])
+    assert said in refused.value.detail and "Input should be" not in refused.value.detail
+
+
+def test_reading_ends_at_the_first_error():
+    """Of lists with many wrong elements, and of each kind of list in a request."""
+    for path, fields in (
+        (CHATS, dict(messages=[1] * 1000)),
+        (CHATS, dict(messages=[USER, *[USER | {"content": 5}] * 1000])),
+        ("/detokenize", dict(tokens=["x"] * 1000)),
+    ):
+        with pytest.raises(APIError) as raised:
+            parse_request(json.dumps(fields).encode(), ENDPOINTS[path])
+        assert raised.value.__context__.error_count() == 1
+    for kind in ENDPOINTS.values():
+        schema = json.dumps(kind.__pydantic_core_schema__, default=str)
+        assert schema.count('"type": "list"') == schema.count('"fail_fast": true')
