@@ -8,6 +8,7 @@ import pytest
 
 import prompts as prompts_module
 import talk.openai as openai_module
+from grammars import choice_grammar, json_grammar, lark_grammar, regex_grammar
 from session import Session
 from talk.endpoints import ENDPOINTS
 from talk.openai import (
@@ -339,13 +340,45 @@ def test_infill_in_a_long_file(scripted, monkeypatch):
     assert said["stop_type"] != "limit" and said["tokens_predicted"] <= 1
 
 
-# ---- what is refused
+# ---- what fields mean
 
 COMPLETE = {  # what is asked where; null in place of a field means that it is absent
     CHATS: ASKED, TEXTS: {"prompt": "a"}, MESSAGES: ASKED | {"max_tokens": 1},
     RESPONSES: {"input": "x", "tools": [{"type": "function", "name": "a"}]},
     "/tokenize": {"content": "a"}, "/detokenize": {"tokens": [1]}, "/apply-template": ASKED,
 }  # fmt: skip
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, "</s>"]}}}
+LARK, GBNF = 'start: "a" /b/', 'root ::= "x" | "y"'
+GRAMMARS = {  # how the session is told what the text has to be, and the fields that say it
+    json_grammar(SCHEMA): [
+        dict(guided_json=SCHEMA), dict(guided_json=json.dumps(SCHEMA)), dict(json_schema=SCHEMA),
+        dict(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}),
+        dict(response_format={"type": "json_object", "schema": SCHEMA}), dict(structured_outputs={"json": SCHEMA}),
+    ],
+    json_grammar({"type": "object"}): [
+        dict(response_format={"type": "json_object"}), dict(structured_outputs={"json_object": True}),
+    ],
+    regex_grammar("[ab]/"): [dict(guided_regex="[ab]/"), dict(structured_outputs={"regex": "[ab]/"})],
+    choice_grammar(["q"]): [dict(guided_choice=["q"]), dict(structured_outputs={"choice": ["q"]})],
+    lark_grammar(LARK): [dict(guided_grammar=LARK), dict(structured_outputs={"grammar": LARK})],
+    lark_grammar(GBNF): [dict(grammar=GBNF)],
+    None: [{}, dict(response_format={"type": "text"})],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [CHATS, TEXTS])
+def test_what_a_text_has_to_be(path):
+    read = lambda fields: parse_request(
+        json.dumps(COMPLETE[path] | fields).encode(), ENDPOINTS[path]
+    )
+    for grammar, ways in GRAMMARS.items():
+        assert [read(fields).text_grammar() for fields in ways] == [grammar] * len(ways)
+    with pytest.raises(ValueError, match="several fields say what the text has to be"):
+        read(dict(guided_json=SCHEMA, guided_regex="a")).text_grammar()
+
+
+# ---- what is refused
+
 WRONG_FIELDS = dict(  # of chats as of texts
     model=[5], max_tokens=["5", 1.5, True, -2, 1 << 31], max_completion_tokens=[[]],
     temperature=["hot", -1, True, {}, 1.1e9, 10**400], top_p=[1.01, -0.01, "x"],
@@ -356,7 +389,7 @@ WRONG_FIELDS = dict(  # of chats as of texts
     temp=[-1], repetition_penalty=["x"], n=[0, 17, "x", True], presence_penalty=[2.1, -2.1, "x"],
     frequency_penalty=[2.1, -2.1], min_tokens=[-1, 0.5], stop_token_ids=[5, [-1], ["x"], [1 << 31]],
     logit_bias=[5, {"x": 1}, {"1": 101}, {"1": "x"}, [1], [[1]]], guided_json=[5], guided_regex=[5],
-    guided_choice=[5, [5]], guided_grammar=[5], json_schema=[5, "x"], grammar=[5, {}],
+    guided_choice=[5, [5], []], guided_grammar=[5], json_schema=[5, "x"], grammar=[5, {}],
     response_format=[5, "json", {}, {"type": "xml"}, {"type": "json_schema"}], structured_outputs=[5],
     samplers=[["temperature", "penalties", "top_k", "top_p", "min_p"], 5, {}],
     **{name: [3, "x", [{}], {"x": 1}] for name in UNSUPPORTED},

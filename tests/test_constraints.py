@@ -99,7 +99,8 @@ def test_what_else_a_text_asks_for(session):
     assert stopped.ids == plain.ids[:3] and stopped.ended_by == "eos"
     later = said(stop_token_ids=[stop], min_tokens=6)
     assert len(later.ids) >= 6 and stop not in later.ids[:6]
-    for wrong in dict(logit_bias={99999: 1}), dict(stop_token_ids=[-1]):
+    size = session.model.config.vocab_size
+    for wrong in dict(logit_bias={size: 1}), dict(stop_token_ids=[size]), dict(stop_token_ids=[-1]):
         with pytest.raises(ValueError, match="there is no token"):
             said(**wrong)
 

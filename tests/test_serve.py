@@ -211,66 +211,30 @@ TOOL = {
 
 
 def test_serve_what_the_text_has_to_be(server):
-    schema = {
-        "type": "object",
-        "properties": {"a": {"enum": [1, "</s>"]}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
-    of_openai = {
-        "type": "json_schema",
-        "json_schema": {"name": "x", "schema": schema, "strict": True},
-    }
-    for fields in (
-        dict(response_format=of_openai), dict(guided_json=schema), dict(json_schema=schema),
-        dict(guided_json=json.dumps(schema)), dict(structured_outputs={"json": schema}),
-        dict(response_format={"type": "json_object", "schema": schema}),
-    ):  # fmt: skip
-        for answer in (
-            server.complete(**fields, temperature=2),
-            server.chat(**fields, temperature=2),
-        ):
-            text = answer["text"] if "text" in answer else answer["message"]["content"]
-            assert (
-                json.loads(text) in ({"a": 1}, {"a": "</s>"}) and answer["finish_reason"] == "stop"
-            )
-    for fields, pattern in (
-        (dict(guided_regex=r"\d/[xy]"), r"\d/[xy]"), (dict(guided_choice=["no", "yes"]), "no|yes"),
-        (dict(guided_grammar='start: "a" /b{1,3}/ "c"'), "ab{1,3}c"), (dict(grammar='root ::= "x" | "y"'), "x|y"),
-        (dict(structured_outputs={"regex": "[ab]{3}"}), "[ab]{3}"), (dict(structured_outputs={"choice": ["q"]}), "q"),
-        (dict(response_format={"type": "json_object"}), r"\{.*"),
-        (dict(structured_outputs={"json_object": True}), r"\{.*"),
-    ):  # fmt: skip
-        assert re.fullmatch(pattern, server.complete(**fields)["text"], re.DOTALL), fields
+    """Of a call, too; talk/test_openai.py knows all names of the fields."""
+    schema = {"type": "object", "properties": {"a": {"enum": [1, "</s>"]}}, "required": ["a"]}
+    text = server.complete(guided_json=schema, temperature=2)
+    said = server.chat(guided_json=schema, temperature=2)
+    for answer, content in (text, text["text"]), (said, said["message"]["content"]):
+        assert json.loads(content) in ({"a": 1}, {"a": "</s>"})
+        assert answer["finish_reason"] == "stop"
+    enum = TOOL["function"]["parameters"]["properties"]["to"]["enum"]
     for choice in "required", {"type": "function", "function": {"name": "send"}}:
         fields = dict(tools=[TOOL], tool_choice=choice, temperature=2, max_tokens=99)
         answer = server.chat(**fields)
         [call] = answer["message"]["tool_calls"]
-        assert (
-            json.loads(call["function"]["arguments"])["to"]
-            in TOOL["function"]["parameters"]["properties"]["to"]["enum"]
-        )
+        assert json.loads(call["function"]["arguments"])["to"] in enum
         assert answer["finish_reason"] == "tool_calls" and answer["message"]["content"] is None
     plain = server.chat()["message"]
-    assert (
-        server.chat(tools=[TOOL])["message"]
-        == server.chat(tools=[TOOL], tool_choice="none")["message"]
-        == plain
-    )
+    for choice in "auto", "none":
+        assert server.chat(tools=[TOOL], tool_choice=choice)["message"] == plain
     for wrong in (
-        dict(guided_choice=[]), dict(grammar='root ::= "a"{1000000000}'),
-        dict(guided_regex="("), dict(guided_json={"type": "x"}), dict(guided_json="{"), dict(grammar="root ::= ["),
-        dict(guided_json={"$ref": "http://127.0.0.1:1/"}), dict(guided_json=schema, guided_regex="a"),
-        dict(guided_json={"enum": ["x" * 300_000]}), dict(guided_grammar="start: ["), dict(guided_json={"not": {}}),
-        dict(logit_bias={"4096": 1}), dict(stop_token_ids=[4096]),
+        dict(guided_regex="("), dict(grammar="root ::= ["), dict(guided_grammar="start: ["),
+        dict(grammar='root ::= "a"{1000000000}'),  # only the text tells that it is too complex
     ):  # fmt: skip
-        start = time.monotonic()
         status, _, answer = server.ask(TEXTS_AT, dict(prompt="a", max_tokens=1) | wrong)
-        assert (
-            status == 400 and answer["error"]["message"] and "\n" not in answer["error"]["message"]
-        ), wrong
-        assert time.monotonic() - start < 5
-    assert server.chat()["message"] == plain
+        assert status == 400 and answer["error"]["message"], wrong
+        assert "\n" not in answer["error"]["message"]
 
 
 def test_serve_as_llama_cpp_does(server):
