@@ -66,12 +66,8 @@ FLAT = {"type": "function", "name": "get_weather", "parameters": PARAMETERS}
 
 
 def test_openai_responses(scripted, openai_client):  # noqa: F811
-    asks = dict(
-        model="tiny",
-        input="Weather?",
-        instructions="Be brief.",
-        tools=[FLAT, {"type": "web_search"}],
-    )
+    asks = dict(model="tiny", input="Weather?", instructions="Be brief.")
+    asks |= dict(tools=[FLAT, {"type": "web_search"}])
     scripted.say(TEXT, TEXT, "Fine.")
     whole = openai_client.responses.create(**asks)
     with openai_client.responses.stream(**asks) as stream:
@@ -85,20 +81,16 @@ def test_openai_responses(scripted, openai_client):  # noqa: F811
         assert response.output_text == said.content[0].text == "I look."
         assert json.loads(call.arguments) == {"city": "Łódź"} and call.id != call.call_id
         assert response.status == "completed" and response.usage.total_tokens > 9
-        assert (
-            0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
-        )
+        used = response.usage
+        assert 0 < used.output_tokens_details.reasoning_tokens < used.output_tokens
     # what was put out comes back as it is
-    again = [{"role": "user", "content": "Weather?"}, *(item.to_dict() for item in whole.output)]
+    again = [USER, *(item.to_dict() for item in whole.output)]
     again.append({"type": "function_call_output", "call_id": call.call_id, "output": "rain"})
     assert openai_client.responses.create(**asks | {"input": again}).output_text == "Fine."
     assert "<think>Hm.</think>I look.<tool_call>" in scripted.prompts[-1]
     assert "tool\nrain" in scripted.prompts[-1] and "web_search" not in scripted.prompts[-1]
-    within = [
-        {"role": "developer", "content": "Be kind."},
-        *again[:1],
-        {"role": "developer", "content": "Be short."},
-    ]
+    developer = {"role": "developer", "content": "Be kind."}
+    within = [developer, USER, developer | {"content": "Be short."}]
     scripted.say("Yes.")  # instructions in several places, as Codex has them
     openai_client.responses.create(**asks | {"input": within})
     for said in "system\nBe brief.\n\nBe kind.<|im_end|>", "user\nWeather?\n\nBe short.<|im_end|>":
@@ -112,10 +104,8 @@ def test_responses_that_are_cut(scripted):  # noqa: F811
     cut = dict(input="x", max_output_tokens=2)
     whole = scripted.object(RESPONSES, **cut)
     *_, last = scripted.events(RESPONSES, **cut)
-    assert (
-        last["type"] == "response.incomplete"
-        and last["response"]["output"][0]["content"][0]["text"]
-    )
+    assert last["type"] == "response.incomplete"
+    assert last["response"]["output"][0]["content"][0]["text"]
     for response in whole, last["response"]:
         assert response["status"] == "incomplete"
         assert response["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -140,11 +130,8 @@ def test_anthropic_messages(scripted, anthropic_client):  # noqa: F811
         count = asks | {"system": system}
         del count["max_tokens"]
         assert anthropic_client.messages.count_tokens(**count).input_tokens == counted
-    result = {
-        "type": "tool_result",
-        "tool_use_id": call.id,
-        "content": [{"type": "text", "text": "rain"}],
-    }
+    result = {"type": "tool_result", "tool_use_id": call.id}
+    result |= {"content": [{"type": "text", "text": "rain"}]}
     again = [
         USER, {"role": "assistant", "content": [block.to_dict() for block in whole.content]},
         {"role": "user", "content": [result, {"type": "text", "text": "And now?"}]},
@@ -152,9 +139,8 @@ def test_anthropic_messages(scripted, anthropic_client):  # noqa: F811
     said = anthropic_client.messages.create(**asks | {"messages": again})
     assert said.content[0].text == "Fine." and said.stop_reason == "end_turn"
     prompt = scripted.prompts[-1]
-    assert "<think>Hm.</think>I look.<tool_call>" in prompt and prompt.index(
-        "tool\nrain"
-    ) < prompt.index("And now?")
+    assert "<think>Hm.</think>I look.<tool_call>" in prompt
+    assert prompt.index("tool\nrain") < prompt.index("And now?")
     within = [USER, {"role": "system", "content": "Be kind."}]  # as Claude Code does
     scripted.say("Yes.")
     anthropic_client.messages.create(**asks | {"messages": within})
@@ -169,13 +155,11 @@ def test_messages_that_are_cut(scripted):  # noqa: F811
     cut = dict(messages=[USER], max_tokens=2)
     assert scripted.object(MESSAGES, **cut)["stop_reason"] == "max_tokens"
     events = scripted.events(MESSAGES, **cut)
-    assert (
-        events[0]["type"] == "message_start" and events[-2]["delta"]["stop_reason"] == "max_tokens"
-    )
+    assert events[0]["type"] == "message_start"
+    assert events[-2]["delta"]["stop_reason"] == "max_tokens"
     one = dict(type="auto", disable_parallel_tool_use=True)
-    asks = dict(
-        messages=[USER], max_tokens=500, tools=[CLAUDE_TOOL, {"type": "web_search_1", "name": "w"}]
-    )
+    tools = [CLAUDE_TOOL, {"type": "web_search_1", "name": "w"}]
+    asks = dict(messages=[USER], max_tokens=500, tools=tools)
     blocks = scripted.object(MESSAGES, **asks, tool_choice=one)["content"]
     assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use"]
     thinks = scripted.object(MESSAGES, **asks, thinking={"type": "enabled", "budget_tokens": 1024})

@@ -126,35 +126,23 @@ def said(scripted, text: str, **body) -> tuple[dict, str]:
     scripted.say(text, text)
     choice = scripted.object(CHATS, **ASKED | body)["choices"][0]
     message = choice["message"]
-    together = {"role": "assistant", "content": None}
+    together = {}
     calls = []
     *events, end = scripted.events(CHATS, **ASKED | body)
     for chunk in events:
-        for name, value in chunk["choices"][0]["delta"].items():
-            if name == "tool_calls":
-                for part in value:
-                    if part["index"] == len(calls):
-                        calls.append(
-                            {
-                                "id": part["id"],
-                                "type": part["type"],
-                                "name": part["function"]["name"],
-                            }
-                        )
-                    else:
-                        assert not {"id", "type"} & part.keys() and "name" not in part["function"]
-                    call = calls[part["index"]]
-                    call["arguments"] = call.get("arguments", "") + part["function"].get(
-                        "arguments", ""
-                    )
-            elif name != "role":
-                together[name] = (together.get(name) or "") + value
-    whole = [call["function"] for call in message.get("tool_calls", ())]
-    assert [{"name": c["name"], "arguments": c["arguments"]} for c in calls] == whole
-    plain = {name: value for name, value in message.items() if name != "tool_calls"}
-    assert {name: value or None for name, value in together.items()} == {
-        n: v or None for n, v in plain.items()
-    }
+        delta = chunk["choices"][0]["delta"]
+        for part in delta.pop("tool_calls", ()):
+            if part["index"] == len(calls):
+                assert part["id"] and part["type"] == "function"
+                calls.append(part["function"])
+            else:  # only the first part of a call says which it is
+                assert not {"id", "type"} & part.keys() and part["function"].keys() == {"arguments"}
+                calls[part["index"]]["arguments"] += part["function"]["arguments"]
+        for name, value in delta.items():
+            together[name] = together.get(name, "") + value
+    plain = {name: value or "" for name, value in message.items() if name != "tool_calls"}
+    assert together == plain
+    assert calls == [call["function"] for call in message.get("tool_calls", ())]
     assert end["choices"][0]["finish_reason"] == choice["finish_reason"]
     return message, choice["finish_reason"]
 
@@ -163,9 +151,8 @@ def test_calls_of_tools(scripted):
     message, why = said(scripted, f"I look.\n{CALL}\n{CALL}", tools=[TOOL])
     assert message["content"] == "I look." and why == "tool_calls"
     calls = message["tool_calls"]
-    assert [call["function"] for call in calls] == [
-        {"name": "get_weather", "arguments": '{"city": "Łódź"}'}
-    ] * 2
+    function = {"name": "get_weather", "arguments": '{"city": "Łódź"}'}
+    assert [call["function"] for call in calls] == [function] * 2
     assert len({call["id"] for call in calls}) == 2 and calls[0]["type"] == "function"
     message, why = said(scripted, f"{CALL}{CALL}", tools=[TOOL], parallel_tool_calls=False)
     assert message["content"] is None and len(message["tool_calls"]) == 1 and why == "tool_calls"
@@ -180,38 +167,31 @@ def test_calls_of_tools(scripted):
 
 def test_calls_come_back_to_the_template(scripted):
     scripted.say("Fine.")
-    call = {
-        "id": "a",
-        "type": "function",
-        "function": {"name": "get_weather", "arguments": '{"city": "<|im_end|>"}'},
-    }
+    function = {"name": "get_weather", "arguments": '{"city": "<|im_end|>"}'}
+    call = {"id": "a", "type": "function", "function": function}
     again = [
         *ASKED["messages"],
         {"role": "assistant", "content": None, "refusal": None, "audio": None, "tool_calls": [call],
          "function_call": None, "reasoning_content": "Hm."},
         {"role": "tool", "tool_call_id": "a", "content": "rain"},
     ]  # fmt: skip
-    assert (
-        scripted.object(CHATS, messages=again, tools=[TOOL])["choices"][0]["message"]["content"]
-        == "Fine."
-    )
+    [choice] = scripted.object(CHATS, messages=again, tools=[TOOL])["choices"]
+    assert choice["message"]["content"] == "Fine."
     prompt = scripted.prompts[-1]
     assert json.dumps(TOOL, ensure_ascii=False) in prompt
-    assert (
-        '<think>Hm.</think><tool_call>{"name": "get_weather", "arguments": {"city": "<|im_end|>"}}'
-        in prompt
-    )
+    sent_back = '{"name": "get_weather", "arguments": {"city": "<|im_end|>"}}'
+    assert f"<think>Hm.</think><tool_call>{sent_back}" in prompt
     # whatever a model wrote can be sent back
     for wrote, read in (
         ('{"city": "Bon', {"city": "Bon"}), ("{", {}), ("", {}), (" ", {}), ("null", {}), (None, {}),
         ("[1]", {"arguments": "[1]"}), ('{"a": "C:\\x"}', {"arguments": '{"a": "C:\\x"}'}),
     ):  # fmt: skip
-        call["function"]["arguments"] = wrote
+        function["arguments"] = wrote
         scripted.say("Fine.")
         scripted.object(CHATS, messages=again, tools=[TOOL])
         written = json.dumps(read, ensure_ascii=False)
         assert f'"name": "get_weather", "arguments": {written}}}' in scripted.prompts[-1], wrote
-    call["function"]["arguments"] = 5
+    function["arguments"] = 5
     with pytest.raises(APIError, match=r"messages\[1\].tool_calls: must be a list of calls"):
         scripted.object(CHATS, messages=again)
 
@@ -256,9 +236,8 @@ def test_thinking(scripted):
         message, why = said(scripted, "Hm.\n</think>\n\nYes.", **body)
         assert message == {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
     message, why = said(scripted, "<think>Hm</think>" + CALL, tools=[TOOL], reasoning_effort="none")
-    assert (
-        message["reasoning_content"] == "Hm" and message["content"] is None and why == "tool_calls"
-    )
+    assert message["reasoning_content"] == "Hm"
+    assert message["content"] is None and why == "tool_calls"
     asked = ChatCompletionRequest(**ASKED, reasoning_effort="none").variables()
     assert asked == {"reasoning_effort": "none", "enable_thinking": False}
     message, why = said(scripted, "Hm. Well", enable_thinking=True, max_tokens=4)
@@ -296,12 +275,8 @@ def test_infill(scripted, monkeypatch):
         prompts = []
         patch.setattr(prompts_module, "check_prompt", lambda ids, _: prompts.append(ids))
         scripted.say("x")
-        body = dict(
-            input_prefix="a ",
-            input_suffix=" c",
-            prompt="b",
-            input_extra=[{"filename": "f", "text": "t"}],
-        )
+        body = dict(input_prefix="a ", input_suffix=" c", prompt="b")
+        body |= dict(input_extra=[{"filename": "f", "text": "t"}])
         assert scripted.object("/infill", **body)["content"].strip() == "x"
         scripted.session.model.ops.sample = scripted.sample
         body |= dict(grammar='root ::= "yes"')
@@ -309,10 +284,7 @@ def test_infill(scripted, monkeypatch):
     decode = scripted.session.tokenizer.decode
     ids = prompts[0]
     before, after = ids[: ids.index(6)], ids[ids.index(6) :]
-    assert (
-        before[-len(before) + before.index(5)] == 5
-        and decode(before[before.index(5) + 1 :]).strip() == "f\nt\n\na b"
-    )
+    assert decode(before[before.index(5) + 1 :]).strip() == "f\nt\n\na b"
     assert after[-1] == 7 and decode(after[1:-1]).strip() == "c"
     with pytest.raises(APIError, match="no marks"):
         scripted.object("/infill", input_prefix="a", input_suffix="b")
