@@ -6,8 +6,8 @@ import tokenizers
 import transformers
 
 from loading.checkpoint import open_tokenizer
-from talk.test_tools import CODER, HERMES, LLAMA, MISTRAL, WEATHER
-from talk.tools import style_of
+from talk.test_tools import WEATHER
+from talk.tools import CODER, HERMES, LLAMA, MISTRAL, STYLES, style_of
 
 # ---- templates with tools, each written for these tests with what its family's own is made of
 
@@ -222,20 +222,16 @@ def test_templates_with_tools_write_what_transformers_writes(family, tiny, tmp_p
     for length in 1, 3, 5:
         for tools in None, FUNCTIONS:
             for variables in {}, {"enable_thinking": False, "date_string": "1 May"}:
-                expected = theirs.apply_chat_template(
-                    CONVERSATION[:length],
-                    tools=tools,
-                    tokenize=False,
-                    add_generation_prompt=True,
-                    **variables,
-                )
-                prompt = ours.chat_prompt(CONVERSATION[:length], tools=tools, variables=variables)
-                assert prompt.text == expected
+                talk = CONVERSATION[:length]
+                asked = dict(tools=tools, tokenize=False, add_generation_prompt=True)
+                expected = theirs.apply_chat_template(talk, **asked, **variables)
+                assert ours.chat_prompt(talk, tools=tools, variables=variables).text == expected
 
 
 def test_the_styles_of_families():
-    styles = {family: style_of(template) for family, template in TEMPLATES.items()}
-    assert styles == {
+    templates = TEMPLATES | {"no tools": "{{ messages }}", "another": "{% if tools %}"}
+    *_, unknown = STYLES
+    assert {family: style_of(template) for family, template in templates.items()} == {
         "Qwen2.5": HERMES, "Qwen3": HERMES, "Hermes": HERMES, "SmolLM3": HERMES, "Qwen3-Coder": CODER,
-        "Llama 3.1": LLAMA, "Mistral": MISTRAL,
+        "Llama 3.1": LLAMA, "Mistral": MISTRAL, "no tools": None, "another": unknown,
     }  # fmt: skip

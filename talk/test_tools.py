@@ -7,7 +7,7 @@ import time
 import pytest
 from hypothesis import strategies as st
 
-from talk.tools import CODER, HERMES, LLAMA, MISTRAL, STYLES, Call, Router, style_of
+from talk.tools import CODER, HERMES, LLAMA, MISTRAL, STYLES, Call, Router
 from tests.helpers import examples
 
 WEATHER = {
@@ -15,7 +15,6 @@ WEATHER = {
     "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
 }
 TOOLS = {"get_weather": WEATHER, "write": {"properties": {"text": {"type": ["string", "null"]}}}}
-*_, UNKNOWN = STYLES
 
 
 def read(style, *pieces: str, thinks: bool = False) -> tuple[str, str, list[Call]]:
@@ -194,12 +193,3 @@ def test_nothing_that_a_model_writes_is_lost(words, seed):
         thought, said, calls = whole
         if not thought and not calls and not text.lstrip().startswith("<think>"):
             assert said == text
-
-
-def test_the_style_of_a_template():
-    assert style_of("{{ messages }}") is None
-    for source, style in (
-        ("tools <tool_call>", HERMES), ("tools <tool_call><function=", CODER), ("tools [TOOL_CALLS]", MISTRAL),
-        ('tools {"name": x, "parameters": y}', LLAMA), ("{% if tools %}", UNKNOWN),
-    ):  # fmt: skip
-        assert style_of(source) is style
