@@ -11,17 +11,16 @@ from safetensors.torch import load_file, save_file
 from dev.checkpoints import write_gguf
 from loading.checkpoint import load, read_config
 from loading.reading import CPU
+from loading.test_gguf import BYTES, gguf_metadata, parts_of_gguf
 from model import rope_tables
 from session import Session
 from tests.helpers import (
-    BYTES,
     FAMILIES,
     RAMP,
     assert_close,
     assert_equals_transformers,
     assert_refused,
     edit,
-    gguf_metadata,
     hugging_face_model,
     logits_of,
     set_one,
@@ -58,7 +57,7 @@ ROPES = [  # fields of a config.json, in all places where they have been
 
 
 @pytest.mark.parametrize("fields", ROPES, ids=str)
-def test_yarn_and_config_places_of_rope_equal_transformers(copy, small_gguf, fields):
+def test_yarn_and_config_places_of_rope_equal_transformers(copy, fields):
     """And the fields of a GGUF, for what it can say."""
     edit(copy / "config.json", **dict(rope_parameters=None) | fields)
     theirs = transformers.AutoConfig.from_pretrained(copy)
@@ -75,7 +74,7 @@ def test_yarn_and_config_places_of_rope_equal_transformers(copy, small_gguf, fie
         and not {"attention_factor", "mscale", "mscale_all_dim"} & theirs.rope_parameters.keys()
     ):
         metadata = gguf_metadata(theirs) | BYTES
-        file = write_gguf(copy / "a.gguf", metadata, small_gguf[1])
+        file = write_gguf(copy / "a.gguf", metadata, parts_of_gguf()[1])
         assert_close(rope_tables(read_config(file), 50, CPU)[0], expected, 1e-5)
 
 

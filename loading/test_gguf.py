@@ -1,5 +1,6 @@
 """Tests of GGUF files by llama.cpp's package gguf, whose decoding is the reference."""
 
+import functools
 import itertools
 import json
 import random
@@ -14,6 +15,7 @@ import numpy
 import pytest
 import tokenizers
 import torch
+import transformers
 
 import kernels
 from bits import others
@@ -29,12 +31,9 @@ from loading.names import layer_tensors
 from loading.tensors import ALL, pieces_of
 from sampling import Sampling
 from tests.helpers import (
-    BYTES,
     DEVICE,
     FAMILIES,
     FILE_FORMATS,
-    HALVES,
-    HALVES_AT,
     HERE,
     INF,
     NAN,
@@ -48,19 +47,13 @@ from tests.helpers import (
     assert_refused,
     codes_of,
     conversation,
-    dequantised,
     encode_after,
-    expert_by_expert,
-    gguf_arch,
-    gguf_metadata,
-    gguf_tensors,
     hugging_face_model,
     loaded,
     loader_of,
     logits_of,
     nmse,
     randn,
-    random_blocks,
     read_gguf,
     set_hub,
     train_byte_pairs,
@@ -68,6 +61,119 @@ from tests.helpers import (
 from tokenizer import Tokenizer
 
 QUANTS = {number: kind for number, kind in ggml.TYPES.items() if kind.split}
+# in a block: how many, if not one, and where they begin, if not at its start
+HALVES = {"Q4_1": 2, "Q5_1": 2, "Q4_K": 2, "Q5_K": 2, "Q2_K": 2}
+HALVES_AT = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}
+ALPHABET = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+BYTES = {  # a vocabulary of one token a byte
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "gpt-2",
+    "tokenizer.ggml.tokens": [*ALPHABET, "ab", "<|im_end|>", "</s>"],
+    "tokenizer.ggml.token_type": [1] * 257 + [3, 3],
+    "tokenizer.ggml.merges": ["a b"],
+    "tokenizer.ggml.eos_token_id": 258,
+}
+
+# what llama.cpp's convert_hf_to_gguf.py writes for a model of transformers, and its fields there
+GGUF_KEYS = {
+    "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads", "attention.key_length": "head_dim",
+    "attention.head_count_kv": "num_key_value_heads", "attention.value_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size", "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}  # fmt: skip
+SCALING_KEYS = {
+    "type": "rope_type", "factor": "factor", "yarn_beta_fast": "beta_fast",
+    "original_context_length": "original_max_position_embeddings", "yarn_beta_slow": "beta_slow",
+    "yarn_log_multiplier": "mscale_all_dim",
+}  # fmt: skip
+
+
+def gguf_metadata(config) -> dict:
+    said = {key: getattr(config, name, None) for key, name in GGUF_KEYS.items()}
+    rope = config.rope_parameters
+    said["rope.freq_base"] = rope["rope_theta"]
+    if rope["rope_type"] in ("linear", "yarn"):
+        said |= {f"rope.scaling.{key}": rope.get(name) for key, name in SCALING_KEYS.items()}
+        said["attention.temperature_scale"] = rope.get("llama_4_scaling_beta")
+    arch = gguf_arch(config)
+    found = {f"{arch}.{key}": value for key, value in said.items() if value is not None}
+    return {"general.architecture": arch} | found
+
+
+def random_blocks(number: int, N: int, K: int, std: float = 0.1) -> torch.Tensor:
+    """Rows of blocks of random bits, but for scales that give the values this deviation."""
+    kind, count = ggml.TYPES[number], HALVES.get(ggml.TYPES[number].name, 1)
+    blocks = torch.randint(256, (N, K // kind.block, kind.nbytes), dtype=torch.uint8)
+    start, scales = HALVES_AT.get(kind.name, 0), torch.randn(N, K // kind.block, count)
+    for size in (1, None):
+        size = size or std / numpy.std(dequantised(number, blocks.view(N, -1)).numpy())
+        blocks[..., start : start + 2 * count] = (size * scales).half().view(torch.uint8)
+    blocks[0, 0, start + 2 : start + 2 * count] = 0  # no minimum
+    return blocks.view(N, -1)
+
+
+def dequantised(number: int, raw: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType(number)))
+
+
+def expert_by_expert(model) -> dict:
+    """The parameters of a model of transformers by name; w1 and w3 of experts are two of them, as
+    in files."""
+    found = {}
+    for name, value in model.state_dict().items():
+        if name.endswith("gate_up_proj"):
+            for part, of_part in zip(("gate", "up"), value.chunk(2, 1)):
+                found[name.replace("gate_up", part) + ".weight"] = of_part
+        elif name.endswith("experts.down_proj"):
+            found[f"{name}.weight"] = value
+        else:
+            found[name] = value
+    return found
+
+
+def gguf_arch(config) -> str:
+    archs = {
+        "mixtral": "llama",
+        "mistral": "llama",
+        "ministral3": "mistral3",
+        "qwen3_moe": "qwen3moe",
+    }
+    return archs.get(config.model_type, config.model_type)
+
+
+def gguf_tensors(model, kinds=()) -> dict:
+    """A file's tensors: those of a model, but random blocks of the types with these numbers for
+    matrices, in turn."""
+    c, found, kinds = model.config, {}, itertools.cycle(kinds)
+    numbers = {arch: number for number, arch in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(numbers[gguf_arch(c)], 99)
+    for name, value in expert_by_expert(model).items():
+        if name == "lm_head.weight" and c.tie_word_embeddings:
+            continue
+        stored = value
+        if value.dim() > 1 and not name.endswith("mlp.gate.weight"):
+            number = next(kinds, None)
+            if number is not None:
+                raw = random_blocks(number, value.shape[:-1].numel(), value.shape[-1])
+                stored = number, raw.view(*value.shape[:-1], -1)
+        found[names.get_name(name, (".weight", ".bias"))] = stored
+    # the plain frequencies over those of transformers
+    if c.rope_parameters["rope_type"] == "llama3":
+        scaled = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](c, "cpu")[0]
+        plain = c.rope_parameters["rope_theta"] ** -(torch.arange(len(scaled)) / len(scaled))
+        found["rope_freqs.weight"] = plain / scaled
+    return found
+
+
+@functools.cache
+def parts_of_gguf() -> tuple[dict, dict]:
+    model = hugging_face_model(259, **FAMILIES["gqa"], eos_token_id=258, bos_token_id=None)
+    return gguf_metadata(model.config) | BYTES, gguf_tensors(model.half())
 
 
 @pytest.mark.parametrize("number", QUANTS, ids=lambda number: QUANTS[number].name)
@@ -86,19 +192,13 @@ def test_gguf_types_are_decoded(number):
             quantised.checked(kind.read(spoiled))
 
 
-def test_gguf_says_how_to_sample(tmp_path, cli, small_gguf):
+def test_gguf_says_how_to_sample(tmp_path):
     """As llama.cpp's converter writes it since November 2025; flags override it, and what is saved
     says the same."""
-    said = {
-        "temp": 0.5,
-        "top_k": 7,
-        "top_p": 0.75,
-        "min_p": 0.25,
-        "penalty_repeat": 1.25,
-        "xtc_threshold": 0.1,
-    }
-    metadata = small_gguf[0] | {f"general.sampling.{name}": value for name, value in said.items()}
-    file = write_gguf(tmp_path / "a.gguf", metadata, small_gguf[1])
+    said = dict(temp=0.5, top_k=7, top_p=0.75, min_p=0.25, penalty_repeat=1.25, xtc_threshold=0.1)
+    metadata, tensors = parts_of_gguf()
+    metadata = metadata | {f"general.sampling.{name}": value for name, value in said.items()}
+    file = write_gguf(tmp_path / "a.gguf", metadata, tensors)
     expected = dict(temp=0.5, top_k=7, top_p=0.75, min_p=0.25, repeat_penalty=1.25)
     saved = save(file, tmp_path / "saved", format="e4m3").parent
     for path in (file, saved):
@@ -107,7 +207,7 @@ def test_gguf_says_how_to_sample(tmp_path, cli, small_gguf):
         assert opened.sampling({"top_k", "repeat_last_n"}).keys() == expected.keys() - {"top_k"}
     model = load(file, device="cpu", sampling=dict(top_k=9))
     assert model.sampling == Sampling(**expected | dict(top_k=9, repeat_last_n=64))
-    written = write_gguf(file, metadata | {"general.sampling.penalty_last_n": 9}, small_gguf[1])
+    written = write_gguf(file, metadata | {"general.sampling.penalty_last_n": 9}, tensors)
     assert checkpoint.Checkpoint(written).sampling()["repeat_last_n"] == 9
 
 
@@ -434,9 +534,9 @@ def test_a_gguf_folder_beside_the_program(tmp_path, monkeypatch):
     assert local_checkpoint("models/x") == file
 
 
-def test_gguf_of_the_hub(hub, tmp_path, monkeypatch, small_gguf):
+def test_gguf_of_the_hub(hub, tmp_path, monkeypatch):
     """As llama.cpp picks it, and nothing else is downloaded."""
-    raw = write_gguf(tmp_path / "a.gguf", *small_gguf).read_bytes()
+    raw = write_gguf(tmp_path / "a.gguf", *parts_of_gguf()).read_bytes()
     names = "a-IQ4_K_M.gguf a-Q2_K.gguf a.Q8_0.gguf q/a-q4_k_m.gguf a-mmproj-Q4_K_M.gguf"
     names += " config.json"
     # the library knows a file by its hash
@@ -574,11 +674,11 @@ BAD_GGUF = {
 
 
 @pytest.mark.parametrize("kind", [1, 3, 4])
-def test_gguf_tokens_that_end_an_answer(tmp_path, small_gguf, kind):
+def test_gguf_tokens_that_end_an_answer(tmp_path, kind):
     """Control tokens by their text, whatever their type, as measured in llama.cpp's server."""
     ends = ["<|end|>", "<end_of_turn>", "<eos>", "[EOS]", "[EOT]", "<|fim_pad|>", "<|file_sep|>"]
     others = ["<|EOT|>", "<|end_of_turn|>", "<file_sep>"]
-    metadata, tensors = small_gguf
+    metadata, tensors = parts_of_gguf()
     tokens = ["a", "b", "ab", *ends, *others, *map(str, range(246))]
     about = {
         "tokenizer.ggml.tokens": tokens,
@@ -624,8 +724,8 @@ GGUF_FIELDS = [
 
 
 @pytest.mark.parametrize("said, expected", GGUF_FIELDS, ids=lambda value: str(value)[:60])
-def test_gguf_fields_of_llama_cpps_writer(tmp_path, small_gguf, said, expected):
-    metadata, tensors = small_gguf
+def test_gguf_fields_of_llama_cpps_writer(tmp_path, said, expected):
+    metadata, tensors = parts_of_gguf()
     full = lambda key: key if key.startswith(("tokenizer", "general")) else f"llama.{key}"
     about = metadata | {full(key): value for key, value in said.items()}
     about = {key: value for key, value in about.items() if value is not None}

@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from dev.checkpoints import write_gguf
 from loading.reading import read, safetensors_header
-from loading.test_gguf import BAD_GGUF
+from loading.test_gguf import BAD_GGUF, parts_of_gguf
 from loading.test_quantised import BAD_QUANTISED, write_quantised
 from tests.helpers import (
     DOWN,
@@ -26,7 +27,6 @@ from tests.helpers import (
     assert_refused_alike,
     both,
     edit,
-    gguf_with,
     hugging_face_model,
     put,
     set_one,
@@ -89,6 +89,26 @@ def entry_of_pickle(**fields):
             for name, value in fields.items():
                 setattr(vars_of, name, value)
             archive._didModify = True  # its directory is written anew
+
+    return spoil
+
+
+def gguf_with(bad: bytes | dict):
+    """Put a GGUF file beside a checkpoint: this one, or the small one with these values in place of its
+    own, None to leave one out."""
+
+    def spoil(folder: Path) -> None:
+        file = folder / "a.gguf"
+        if isinstance(bad, bytes):
+            file.write_bytes(bad)
+            return
+        parts = [dict(part) for part in parts_of_gguf()]
+        for key, value in bad.items():
+            part = parts[key.endswith(".weight")]
+            part[key] = value
+            if value is None:
+                del part[key]
+        write_gguf(file, *parts)
 
     return spoil
 

@@ -26,10 +26,8 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import gguf
 import huggingface_hub
 import hypothesis
-import numpy
 import pytest
 import sentencepiece
 import tokenizers
@@ -53,12 +51,10 @@ import launch
 import run
 from bits import groups, others
 from bits.int4 import INT4
-from dev.checkpoints import write_gguf
 from engine import Engine, Sequence, generate
 from formats import Matrix
 from fp8 import E4M3, E5M2
 from launch import tl
-from loading import gguf as ggml
 from loading import random_model, reading, tensors
 from loading.checkpoint import load, open_tokenizer, read_config, save
 from loading.loader import Loader
@@ -1322,146 +1318,6 @@ def stored(content: bytes, file: Path) -> None:
 
 INDEX = "model.safetensors.index.json"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 999\n"
-# in a block: how many, if not one, and where they begin, if not at its start
-HALVES = {"Q4_1": 2, "Q5_1": 2, "Q4_K": 2, "Q5_K": 2, "Q2_K": 2}
-HALVES_AT = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}
-ALPHABET = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-BYTES = {  # a vocabulary of one token a byte
-    "tokenizer.ggml.model": "gpt2",
-    "tokenizer.ggml.pre": "gpt-2",
-    "tokenizer.ggml.tokens": [*ALPHABET, "ab", "<|im_end|>", "</s>"],
-    "tokenizer.ggml.token_type": [1] * 257 + [3, 3],
-    "tokenizer.ggml.merges": ["a b"],
-    "tokenizer.ggml.eos_token_id": 258,
-}
-
-
-# what llama.cpp's convert_hf_to_gguf.py writes for a model of transformers, and its fields there
-GGUF_KEYS = {
-    "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads", "attention.key_length": "head_dim",
-    "attention.head_count_kv": "num_key_value_heads", "attention.value_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size", "attention.scale": "attention_multiplier",
-    "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
-    "logit_scale": "logits_scaling",
-}  # fmt: skip
-SCALING_KEYS = {
-    "type": "rope_type", "factor": "factor", "yarn_beta_fast": "beta_fast",
-    "original_context_length": "original_max_position_embeddings", "yarn_beta_slow": "beta_slow",
-    "yarn_log_multiplier": "mscale_all_dim",
-}  # fmt: skip
-
-
-def gguf_metadata(config) -> dict:
-    said = {key: getattr(config, name, None) for key, name in GGUF_KEYS.items()}
-    rope = config.rope_parameters
-    said["rope.freq_base"] = rope["rope_theta"]
-    if rope["rope_type"] in ("linear", "yarn"):
-        said |= {f"rope.scaling.{key}": rope.get(name) for key, name in SCALING_KEYS.items()}
-        said["attention.temperature_scale"] = rope.get("llama_4_scaling_beta")
-    arch = gguf_arch(config)
-    found = {f"{arch}.{key}": value for key, value in said.items() if value is not None}
-    return {"general.architecture": arch} | found
-
-
-def random_blocks(number: int, N: int, K: int, std: float = 0.1) -> torch.Tensor:
-    """Rows of blocks of random bits, but for scales that give the values this deviation."""
-    kind, count = ggml.TYPES[number], HALVES.get(ggml.TYPES[number].name, 1)
-    blocks = torch.randint(256, (N, K // kind.block, kind.nbytes), dtype=torch.uint8)
-    start, scales = HALVES_AT.get(kind.name, 0), torch.randn(N, K // kind.block, count)
-    for size in (1, None):
-        size = size or std / numpy.std(dequantised(number, blocks.view(N, -1)).numpy())
-        blocks[..., start : start + 2 * count] = (size * scales).half().view(torch.uint8)
-    blocks[0, 0, start + 2 : start + 2 * count] = 0  # no minimum
-    return blocks.view(N, -1)
-
-
-def dequantised(number: int, raw: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType(number)))
-
-
-def expert_by_expert(model) -> dict:
-    """The parameters of a model of transformers by name; w1 and w3 of experts are two of them, as
-    in files."""
-    found = {}
-    for name, value in model.state_dict().items():
-        if name.endswith("gate_up_proj"):
-            for part, of_part in zip(("gate", "up"), value.chunk(2, 1)):
-                found[name.replace("gate_up", part) + ".weight"] = of_part
-        elif name.endswith("experts.down_proj"):
-            found[f"{name}.weight"] = value
-        else:
-            found[name] = value
-    return found
-
-
-def gguf_arch(config) -> str:
-    archs = {
-        "mixtral": "llama",
-        "mistral": "llama",
-        "ministral3": "mistral3",
-        "qwen3_moe": "qwen3moe",
-    }
-    return archs.get(config.model_type, config.model_type)
-
-
-def gguf_tensors(model, kinds=()) -> dict:
-    """A file's tensors: those of a model, but random blocks of the types with these numbers for
-    matrices, in turn."""
-    c, found, kinds = model.config, {}, itertools.cycle(kinds)
-    numbers = {arch: number for number, arch in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(numbers[gguf_arch(c)], 99)
-    for name, value in expert_by_expert(model).items():
-        if name == "lm_head.weight" and c.tie_word_embeddings:
-            continue
-        stored = value
-        if value.dim() > 1 and not name.endswith("mlp.gate.weight"):
-            number = next(kinds, None)
-            if number is not None:
-                raw = random_blocks(number, value.shape[:-1].numel(), value.shape[-1])
-                stored = number, raw.view(*value.shape[:-1], -1)
-        found[names.get_name(name, (".weight", ".bias"))] = stored
-    # the plain frequencies over those of transformers
-    if c.rope_parameters["rope_type"] == "llama3":
-        scaled = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](c, "cpu")[0]
-        plain = c.rope_parameters["rope_theta"] ** -(torch.arange(len(scaled)) / len(scaled))
-        found["rope_freqs.weight"] = plain / scaled
-    return found
-
-
-@functools.cache
-def parts_of_gguf() -> tuple[dict, dict]:
-    model = hugging_face_model(259, **FAMILIES["gqa"], eos_token_id=258, bos_token_id=None)
-    return gguf_metadata(model.config) | BYTES, gguf_tensors(model.half())
-
-
-@pytest.fixture
-def small_gguf() -> tuple[dict, dict]:
-    """Metadata and tensors of a llama of which most tests change something."""
-    return parts_of_gguf()
-
-
-def gguf_with(bad: bytes | dict):
-    """Put a GGUF file beside a checkpoint: this one, or the small one with these values in place of its
-    own, None to leave one out."""
-
-    def spoil(folder: Path) -> None:
-        file = folder / "a.gguf"
-        if isinstance(bad, bytes):
-            file.write_bytes(bad)
-            return
-        parts = [dict(part) for part in parts_of_gguf()]
-        for key, value in bad.items():
-            part = parts[key.endswith(".weight")]
-            part[key] = value
-            if value is None:
-                del part[key]
-        write_gguf(file, *parts)
-
-    return spoil
 
 
 def loader_of(model, format="held", ranks: Ranks = Ranks()) -> Loader:
