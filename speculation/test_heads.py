@@ -589,18 +589,6 @@ def test_a_head_of_the_hub_is_downloaded_once(hub, tmp_path, monkeypatch):
     assert find_head("someone/tiny") == folder
 
 
-def test_a_head_of_the_hub_by_name(hub, cli, talking):
-    """As a person gives it; the text is what it is without."""
-    model, head = talking
-    hub.files = of_hub(head)
-    flags = ("-m", model, "-p", "Once", "-n", 20, "--temp", 0, "--dtype", "fp32")
-    code, text, said = cli(*flags)
-    assert code == 0, said
-    code, same, said = cli(*flags, "--draft", "someone/tiny", "--draft-always")
-    assert (code, same) == (0, text) and "tokens a pass" in said, said
-    assert hub.fetched() == ["config.json", "model.safetensors"]
-
-
 def test_a_head_of_the_hub_in_shards(hub, target, tmp_path):
     """Of which one has not been downloaded."""
     head = eagle_head(tmp_path / "head")
@@ -655,18 +643,22 @@ def flags_of(model: Path, n: int) -> tuple:
     return ("-m", model, "-p", "a fox", "-n", n, "-s", 5, *exact)
 
 
-def test_heads_from_the_command_line(cli, talking):
+def test_heads_from_the_command_line(hub, cli, talking):
+    """By a path, or by a name on the hub."""
     model, head = talking
+    hub.files = of_hub(head)
     flags = flags_of(model, 40)
     (plain,) = objects(cli(*flags)[1])
     assert plain["passes"] == 39 and plain["proposed_tokens"] == 0
-    code, out, err = cli(*flags, "--draft", head, "--draft-max", 3, "--draft-always")
-    (found,) = objects(out)
-    assert code == 0 and found["text"] == plain["text"]
-    written = found["passes"] + found["accepted_tokens"]
-    assert 39 <= written <= 41  # the last pass may have more than were asked for
-    assert found["proposed_tokens"] == 3 * found["passes"]
-    assert "tokens a pass" in err
+    for name in head, "someone/tiny":
+        code, out, err = cli(*flags, "--draft", name, "--draft-max", 3, "--draft-always")
+        (found,) = objects(out)
+        assert code == 0 and found["text"] == plain["text"]
+        written = found["passes"] + found["accepted_tokens"]
+        assert 39 <= written <= 41  # the last pass may have more than were asked for
+        assert found["proposed_tokens"] == 3 * found["passes"]
+        assert "tokens a pass" in err
+    assert hub.fetched() == ["config.json", "model.safetensors"]
     assert_refused(cli(*flags, "--draft-always"), "--draft-always is for", code=2)
     edit(head / "config.json", vocab_size=V)
     refused = cli(*flags, "--draft", head)

@@ -53,7 +53,7 @@ from bits import groups, others
 from bits.int4 import INT4
 from engine import Engine, Sequence, generate
 from formats import Matrix
-from fp8 import E4M3, E5M2
+from fp8 import E4M3
 from launch import tl
 from loading import random_model, reading, tensors
 from loading.checkpoint import load, open_tokenizer, read_config, save
@@ -69,7 +69,6 @@ from session import Session
 from speculation.proposals import Proposer
 from talk.cli import error_line
 from tokenizer import TextStream, Tokenizer
-from training import ops as training
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 HERE = Path(__file__).resolve().parents[1]
@@ -119,7 +118,6 @@ def mend_interpreter() -> None:
 # NMSE of an error of one ulp each
 ONE_UNIT = {torch.float16: 2.0**-20, torch.bfloat16: 2.0**-14, torch.float32: 1e-10}
 NAN, INF = float("nan"), float("inf")
-FLOATS_8 = {"e4m3": E4M3, "e5m2": E5M2}
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="only a GPU has graphs and tensor cores")
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "triton"])
 
@@ -1428,41 +1426,3 @@ def exact(tiny):
 def chat(cli, folder, *lines: str, flags=()):
     text = "".join(line + "\n" for line in lines).encode(errors="surrogateescape")
     return cli("-m", folder, "--chat", "-n", 6, *GREEDY, *flags, stdin=text)
-
-
-def launch_training(dtype: torch.dtype, every_shape: bool) -> None:
-    """Launch the training ops and their gradients. every_shape: also with odd shapes, and with and
-    without optional arguments."""
-    new = lambda *shape, dtype=dtype: torch.zeros(
-        shape, dtype=dtype, requires_grad=dtype.is_floating_point
-    )
-    ops = training.fused
-    fp32 = torch.float32
-    targets = new(2, dtype=torch.int64)
-
-    def rmsnorm(C: int, residual: torch.dtype, p: float) -> tuple:
-        x, norm = new(40, C, dtype=residual), new(C, dtype=fp32)
-        return ops.rmsnorm(x, new(40, C), norm, 1e-5, dtype, p)
-
-    def rope(D: int) -> tuple:
-        return ops.rope(new(2, 8, 8 * D), *[torch.zeros(8, D // 2)] * 2, 4, 2)
-
-    outputs = [
-        ops.linear(new(300, 16), new(2304, 16), new(2304)),
-        ops.swiglu(new(16, 2 * 2112)),
-        ops.cross_entropy(new(2, 32000), targets),
-        *rmsnorm(4096, dtype, 0.0),
-        *rope(128),
-    ]
-    if every_shape:
-        outputs += [
-            ops.swiglu(new(16, 2 * 53)),
-            ops.cross_entropy(new(2, 128256, dtype=fp32), targets),
-            ops.cross_entropy(new(2, 201), targets),
-            *rmsnorm(768, fp32, 0.1),
-            *ops.rmsnorm(new(40, 72), None, new(72), 1e-5, dtype)[1:],
-            *rope(24),
-        ]
-    torch.autograd.backward(outputs, [torch.zeros_like(o) for o in outputs])
-    with torch.no_grad():
-        ops.cross_entropy(new(2, 32000), targets)

@@ -222,10 +222,46 @@ def launch_sampling() -> None:
         kernels.fused.sample(torch.zeros(rows, V), pass_)
 
 
+def launch_training(dtype: torch.dtype, every_shape: bool) -> None:
+    """Launch the training ops and their gradients. every_shape: also with odd shapes, and with and
+    without optional arguments."""
+    new = lambda *shape, dtype=dtype: torch.zeros(
+        shape, dtype=dtype, requires_grad=dtype.is_floating_point
+    )
+    ops = training.fused
+    fp32 = torch.float32
+    targets = new(2, dtype=torch.int64)
+
+    def rmsnorm(C: int, residual: torch.dtype, p: float) -> tuple:
+        x, norm = new(40, C, dtype=residual), new(C, dtype=fp32)
+        return ops.rmsnorm(x, new(40, C), norm, 1e-5, dtype, p)
+
+    def rope(D: int) -> tuple:
+        return ops.rope(new(2, 8, 8 * D), *[torch.zeros(8, D // 2)] * 2, 4, 2)
+
+    outputs = [
+        ops.linear(new(300, 16), new(2304, 16), new(2304)),
+        ops.swiglu(new(16, 2 * 2112)),
+        ops.cross_entropy(new(2, 32000), targets),
+        *rmsnorm(4096, dtype, 0.0),
+        *rope(128),
+    ]
+    if every_shape:
+        outputs += [
+            ops.swiglu(new(16, 2 * 53)),
+            ops.cross_entropy(new(2, 128256, dtype=fp32), targets),
+            ops.cross_entropy(new(2, 201), targets),
+            *rmsnorm(768, fp32, 0.1),
+            *ops.rmsnorm(new(40, 72), None, new(72), 1e-5, dtype)[1:],
+            *rope(24),
+        ]
+    torch.autograd.backward(outputs, [torch.zeros_like(o) for o in outputs])
+    with torch.no_grad():
+        ops.cross_entropy(new(2, 32000), targets)
+
+
 def compile_kernels(arch: int) -> None:
     """Compile every kernel for an architecture, to machine code that fits into shared memory."""
-    from tests.helpers import launch_training
-
     compiled, waits_first, with_fp16_sums = set(), set(), set()
 
     def start(kernel, grid, device, *arguments, **constants) -> None:

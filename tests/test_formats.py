@@ -24,7 +24,6 @@ from loading.place import FORMATS, pick_dtype
 from tests.helpers import (
     DEVICE,
     FILE_FORMATS,
-    FLOATS_8,
     INF,
     NAN,
     ON_GPU,
@@ -102,6 +101,7 @@ def test_cpu_without_bf16_products(grouped_folder, monkeypatch):
     assert types == {torch.float32}
 
 
+FLOATS_8 = {"e4m3": E4M3, "e5m2": E5M2}
 EVERY_CODE = torch.arange(256).to(torch.uint8).view(torch.int8)
 EVERY_HALF = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.float16)
 
