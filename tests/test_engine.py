@@ -101,6 +101,10 @@ def small_chunks():
         yield patch
 
 
+def held(cache) -> tuple[torch.Tensor, torch.Tensor]:
+    return cache.keys, cache.values
+
+
 def assert_slots_hold_what_they_say(engine: Engine) -> None:
     """Keys and values of each slot's tokens are what a cache of their own has."""
     for slot in engine.slots:
@@ -109,9 +113,7 @@ def assert_slots_hold_what_they_say(engine: Engine) -> None:
         count = len(slot.tokens)
         if count:
             plain.prefill(slot.tokens)
-        for ours, theirs in zip(
-            (engine.cache.keys, engine.cache.values), (plain.cache.keys, plain.cache.values)
-        ):
+        for ours, theirs in zip(held(engine.cache), held(plain.cache)):
             ours = ours[:, :, slot.first : slot.first + count]
             assert ours.allclose(theirs[:, :, :count], atol=1e-4), "not of these tokens"
 
@@ -233,7 +235,7 @@ def test_keys_of_one_text_never_reach_another(tiny, monkeypatch, backend, kv_fp8
     n = 3 if backend == "triton" and not ON_GPU else 9
     expected = [greedy(model, prompt, n, Engine(model)) for prompt in prompts]
     engine = Engine(model, len(prompts))
-    cached = engine.cache.keys, engine.cache.values
+    cached = held(engine.cache)
     for cache in cached:
         cache.fill_(0x7F if kv_fp8 else NAN)
     assert together(engine, prompts, n) == expected
@@ -526,10 +528,7 @@ def test_padded_prompts_are_the_prompts(tiny, monkeypatch):
             assert passes.cache.keys[:, :, at].equal(before[:, :, at]), "written elsewhere"
             for i, count in enumerate(known):
                 at = slice(i * passes.cache.run, i * passes.cache.run + count)
-                for cache, other in zip(
-                    (passes.cache.keys, passes.cache.values),
-                    (plain.cache.keys, plain.cache.values),
-                ):
+                for cache, other in zip(held(passes.cache), held(plain.cache)):
                     same = cache[:, :, at].allclose(other[:, :, at], atol=1e-3)
                     assert same, f"{T} tokens at {start} of {size} have changed other positions"
 
@@ -577,13 +576,8 @@ def test_bans_are_those_of_one_text(tiny_model):
     options = dict(sampling=MOST_PROBABLE, n=6)
     bans = [[*range(7), *range(8, V)], [plain[0]], [], [*range(9), *range(10, V)]]
     texts = [Written(engine, prompt, eos=ban, ignore_eos=True, **options) for ban in bans]
-    expected = (
-        [7] * 6,
-        greedy(tiny_model, prompt, 6, eos=[plain[0]], ignore_eos=True),
-        plain,
-        [9] * 6,
-    )
-    assert tuple([*text] for text in texts) == expected
+    without = greedy(tiny_model, prompt, 6, eos=[plain[0]], ignore_eos=True)
+    assert [[*text] for text in texts] == [[7] * 6, without, plain, [9] * 6]
 
 
 @pytest.mark.parametrize("proposing", [False, True])
@@ -623,9 +617,8 @@ def test_a_constraint_is_that_of_one_text(tiny_model, monkeypatch, where, propos
     scored = Written(engine, prompt, scores=1, **options)
     texts = [Written(engine, prompt, constraint=each, **options) for each in constraints]
     assert [*texts[5]] == plain and [*texts[1]] == plain and [*scored] == plain
-    assert [[score.logprob] for score in scored.scores] == [
-        [value for _, value in score.best] for score in scored.scores
-    ]
+    for score in scored.scores:
+        assert [score.logprob] == [value for _, value in score.best]
     assert [*texts[0]] == [10, 11, 12, 13, 14]
     for text, tokens, error in (
         (texts[2], [], "too complex"), (texts[3], [10, 11], "too complex"), (texts[4], [10], "unknown"),
@@ -677,9 +670,7 @@ def test_no_step_sees_an_old_position(tiny, how):
         expected = Passes(plain)
         expected.prefill(tokens)
         at = slice(first, first + len(tokens))
-        for ours, theirs in zip(
-            (cache.keys, cache.values), (expected.cache.keys, expected.cache.values)
-        ):
+        for ours, theirs in zip(held(cache), held(expected.cache)):
             ours, theirs = ours[:, :, at], theirs[:, :, : len(tokens)]
             errors = (ours - theirs).square().sum((0, 1, 3)) / theirs.square().sum((0, 1, 3))
             assert errors.max() < 1e-6, f"position {int(errors.argmax())} of {len(tokens)}"
