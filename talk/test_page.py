@@ -7,7 +7,7 @@ import time
 import pytest
 
 from serve import AllowedOrigins
-from tests.helpers import TALES, Server
+from tests.helpers import FOX, TALES, Server
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 in_browser = pytest.mark.skipif(
@@ -92,24 +92,19 @@ def test_a_chat_in_the_page(page, server):
     for name, value in ("temperature", "0"), ("max_tokens", "12"):
         page.one(f"[name={name}]").send_keys(value)
     page.click("Done")
-    page.say("Tell me a tale of a fox")
+    [asked] = FOX
+    page.say(asked["content"])
     page.answered()
-    said = server.chat([{"role": "user", "content": "Tell me a tale of a fox"}])["message"][
-        "content"
-    ]
-    assert page.texts() == ["Tell me a tale of a fox", said.strip()]
+    said = server.chat()["message"]
+    assert page.texts() == [asked["content"], said["content"].strip()]
     assert page.texts("footer")[1].endswith("tokens/s")
     page.one("#message").send_keys("One\ue008\ue007\ue000two")  # Shift+Enter
     assert page.one("#message").get_attribute("value") == "One\ntwo" and len(page.texts()) == 2
     page.one("#message").send_keys("\n")
     page.answered()
     assert page.texts()[2] == "One\ntwo" and len(page.texts()) == 4
-    asked = [
-        {"role": "user", "content": "Tell me a tale of a fox"},
-        {"role": "assistant", "content": said},
-    ]
-    again = server.chat([*asked, {"role": "user", "content": "One\ntwo"}])["message"]["content"]
-    assert page.texts()[3] == again.strip(), "the whole conversation is sent"
+    again = server.chat([asked, said, {"role": "user", "content": "One\ntwo"}])["message"]
+    assert page.texts()[3] == again["content"].strip(), "the whole conversation is sent"
     # edit the first message: what follows it goes
     page.run("document.querySelectorAll('article.user button')[0].click()")
     page.one("article textarea").clear()
@@ -136,10 +131,8 @@ def test_a_chat_in_the_page(page, server):
 @in_browser
 def test_a_long_answer_is_stopped(page):
     page.run("settings.temperature = '0'; settings.max_tokens = '900'")
-    for stop in (
-        lambda: page.click("Stop"),
-        lambda: page.one("#message").send_keys("\ue00c"),
-    ):  # Escape
+    escape = lambda: page.one("#message").send_keys("\ue00c")
+    for stop in (lambda: page.click("Stop"), escape):
         page.click("New chat")
         page.say("Tell me a tale")
         page.until(lambda: len(page.texts()) == 2 and len(page.texts()[1]) > 20)
@@ -166,16 +159,11 @@ open"""
 
 @in_browser
 def test_what_a_model_writes_is_text(page):
-    message = {
-        "role": "assistant",
-        "content": ANSWER,
-        "thought": "<img src=x onerror='window.broken = 1'>",
-    }
+    message = {"role": "assistant", "content": ANSWER}
+    message["thought"] = "<img src=x onerror='window.broken = 1'>"
     page.run("chats = [chat = {title: '<b>x', messages: arguments[0]}]; render()", [message])
-    assert page.texts("pre code") == [
-        "<b>items</b>\n\n</code><script>window.broken = 1</script>",
-        "open",
-    ]
+    code = "<b>items</b>\n\n</code><script>window.broken = 1</script>"
+    assert page.texts("pre code") == [code, "open"]
     assert page.texts("p code") == ["code"] and page.texts("strong") == ["two"]
     assert page.texts("#list button")[0] == "<b>x"
     assert not page.all("img") and not page.all("b") and page.texts("summary") == ["Thought"]

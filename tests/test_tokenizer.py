@@ -685,39 +685,31 @@ def test_control_token_in_the_vocabulary(tmp_path):
     assert len({tuple(t.encode("Once upon a time")) for _ in range(9)}) == 1
 
 
-def test_many_control_tokens(tmp_path):
+def test_many_and_long_control_tokens(tmp_path):
     """Messages are searched for all of them, and for their beginnings; speech models have tens of
-    thousands."""
+    thousands. Memory follows the file's size. What is empty is no token."""
+    long = f"<{'long' * 10_000}>"
     names = [f"<sound_{i}>" for i in range(10_000)] + ["<" * n + "a" for n in range(2, 99)]
     with changed_json(train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json") as raw:
         start, like = max(token["id"] for token in raw["added_tokens"]) + 1, raw["added_tokens"][0]
-        more = [like | {"id": start + i, "content": name} for i, name in enumerate(names)]
-        raw["added_tokens"] += more
+        more = enumerate([*names, "", long], start)
+        raw["added_tokens"] += [like | {"id": id, "content": name} for id, name in more]
     template = "<sound_77>{{ messages[0]['content'] }}<sound_777><sound_77<<<a"
     (tmp_path / "chat_template.jinja").write_text(template)
-    began, t = time.process_time(), open_tokenizer(tmp_path)
+    began = time.process_time()
+    tracemalloc.start()
+    t = open_tokenizer(tmp_path)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 100e6 and "" not in t.control
     numbers = set(t.control.values())
     expected = [t.control[name] for name in ("<sound_77>", "<sound_777>", "<<<a")]
     for typed in ("<" * 5_000, "<sound_77><sound_7", "_3>", "x"):
         control = [i for i in t.apply_chat_template(conversation(typed)) if i in numbers]
         assert control == expected, typed[:99]
-    assert time.process_time() - began < 60
-
-
-def test_long_and_empty_control_tokens(tmp_path):
-    """Memory follows the file's size. What is empty is no token."""
-    name = f"<{'long' * 10_000}>"
-    with changed_json(train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json") as raw:
-        start, like = max(token["id"] for token in raw["added_tokens"]) + 1, raw["added_tokens"][0]
-        more = [like | {"id": start, "content": ""}, like | {"id": start + 1, "content": name}]
-        raw["added_tokens"] += more
-    tracemalloc.start()
-    t = open_tokenizer(tmp_path)
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert most < 100e6 and name in t.control and "" not in t.control
     t.chat_template = "{{ messages[0].content }}long>"
-    assert t.control[name] not in t.chat_prompt(conversation(name.removesuffix("long>"))).ids
+    assert t.control[long] not in t.chat_prompt(conversation(long.removesuffix("long>"))).ids
+    assert time.process_time() - began < 60
 
 
 def test_a_tokenizer_that_panics(tmp_path):
