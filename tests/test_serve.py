@@ -35,6 +35,7 @@ from tests.helpers import (
     Server,
     assert_refused,
     caller,
+    conversation,
     fails,
     free_port,
 )
@@ -152,15 +153,9 @@ def test_serve_messages(server):
     begun["content"] = same["content"][: same["content"].index(" ", 10) + 1]
     rest = server.chat([*FOX, begun], max_tokens=2)["message"]["content"]
     assert same["content"].startswith(begun["content"] + rest), "no second space"
-    brief = "Be brief."
     for role in "system", "developer":
-        asked = server.chat([{"role": role, "content": brief}, *FOX])["usage"]["prompt_tokens"]
-        assert asked > server.chat()["usage"]["prompt_tokens"] + 3
-    body = dict(messages=[*FOX, {"role": "system", "content": brief}])
-    status, _, answer = server.ask(CHATS, body)
-    assert status == 400 and "no place for this system message" in answer["error"]["message"]
-    status, _, answer = server.ask(CHATS, dict(messages=[{"role": "assistant", "content": " "}]))
-    assert status == 400 and "there is no message to answer" in answer["error"]["message"]
+        usage = server.chat([{"role": role, "content": "Be brief."}, *FOX])["usage"]
+        assert usage["prompt_tokens"] > server.chat()["usage"]["prompt_tokens"] + 3
 
 
 def test_serve_several_choices(server):
@@ -228,13 +223,6 @@ def test_serve_what_the_text_has_to_be(server):
     plain = server.chat()["message"]
     for choice in "auto", "none":
         assert server.chat(tools=[TOOL], tool_choice=choice)["message"] == plain
-    for wrong in (
-        dict(guided_regex="("), dict(grammar="root ::= ["), dict(guided_grammar="start: ["),
-        dict(grammar='root ::= "a"{1000000000}'),  # only the text tells that it is too complex
-    ):  # fmt: skip
-        status, _, answer = server.ask(TEXTS_AT, dict(prompt="a", max_tokens=1) | wrong)
-        assert status == 400 and answer["error"]["message"], wrong
-        assert "\n" not in answer["error"]["message"]
 
 
 def test_serve_as_llama_cpp_does(server):
@@ -246,14 +234,9 @@ def test_serve_as_llama_cpp_does(server):
     events = [json.loads(line.removeprefix("data: ")) for line in streamed.split("\n\n") if line]
     assert "".join(event["content"] for event in events) == text
     assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
-    status, _, answer = server.ask("/infill", dict(input_prefix="a", input_suffix="b"))
-    assert status == 400 and "no marks" in answer["error"]["message"]
     assert server.ask("/props", method="GET")[2]["default_generation_settings"] == {"n_ctx": 1024}
     [slot] = json.loads(server.begin("/slots", method="GET").getresponse().read())
     assert slot == {"id": 0, "n_ctx": 1024, "is_processing": False}
-    for path in "/v1/embeddings", "/rerank":
-        status, _, answer = server.ask(path, {})
-        assert status == 404 and f"there is no {path} here" in answer["error"]["message"]
 
 
 def test_serve_comments_in_a_silent_stream(server, monkeypatch):
@@ -323,29 +306,39 @@ def test_serve_accepts_what_says_nothing_and_the_ends_of_ranges(server):
     assert penalised[0] == penalised[1] != server.complete()["text"]
 
 
-def test_serve_refuses_wrong_bodies(server):
-    """A body may have 8 MiB, and not a byte more."""
-    surrogate = b'{"prompt": "a\\ud800"}'
-    deep = b'{"prompt": ' + b"[" * 200_000
-    for body in b"", b"{", b"[]", b"5", b"\xff\xfe{}", b"{}", surrogate, deep, b"9" * 5000:
-        status, _, answer = server.ask(TEXTS_AT, body)
-        assert status == 400 and answer["error"]["message"], body[:30]
-    status, _, answer = server.ask(TEXTS_AT, dict(prompt="a", stop=5))
-    said = "stop: must be a string, or a list of at most 1024 strings"
-    expected = dict(message=said, type="invalid_request_error", code="invalid", param="stop")
-    assert (status, answer) == (400, {"error": expected, "type": "error"})
-    for prompt in "tale " * 2000, [1] * 2000:
-        status, _, answer = server.ask(TEXTS_AT, dict(prompt=prompt))
+def test_serve_refusals(server):
+    """In one line each; of fields that are wrong, talk/test_openai.py has a table."""
+    too_long = r" 200\d tokens > 1023 maximum; it exceeds the available context size \(ctx_size\)$"
+    turns = conversation("a", "b") * 100_000  # are not rendered, which takes long
+    for path, asked, status, code, said in (
+        *((path, {}, 404, "not_found", f"there is no {path} here") for path in ("/v1/embeddings", "/rerank")),
+        *((TEXTS_AT, body, 400, "invalid", ".") for body in (
+            b"", b"{", b"[]", b"5", b"\xff\xfe{}", b"{}", b'{"prompt": "a\\ud800"}', b"9" * 5000,
+            b'{"prompt": ' + b"[" * 200_000, dict(prompt=[1, 99999]),
+            *(dict(prompt="a", max_tokens=1) | wrong for wrong in (
+                dict(guided_regex="("), dict(grammar="root ::= ["), dict(guided_grammar="start: ["),
+                dict(grammar='root ::= "a"{1000000000}'),  # only the text tells that it is too complex
+            )),
+        )),
+        *((TEXTS_AT, dict(prompt=prompt), 400, "context_length_exceeded", too_long)
+          for prompt in ("tale " * 2000, [1] * 2000)),
+        (CHATS, dict(messages=turns), 400, "context_length_exceeded", "too long: at least "),
+        (CHATS, dict(messages=[*FOX, {"role": "system", "content": "Be brief."}]), 400, "invalid",
+         "no place for this system message"),
+        (CHATS, dict(messages=[{"role": "assistant", "content": " "}]), 400, "invalid", "no message to answer"),
+    ):  # fmt: skip
+        got, _, answer = server.ask(path, asked)
         error = answer["error"]
-        assert status == 400 and error["code"] == "context_length_exceeded"
-        what = r" 200\d tokens > 1023 maximum; it exceeds the available context size \(ctx_size\)$"
-        assert re.search(what, error["message"])
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 100_000
-    status, _, answer = server.ask(CHATS, dict(messages=turns))
-    error = answer["error"]
-    assert status == 400 and error["code"] == "context_length_exceeded"
-    assert "too long: at least " in error["message"], "they are not rendered, which takes long"
-    assert server.ask(TEXTS_AT, dict(prompt=[1, 99999]))[0] == 400
+        assert (got, error["code"]) == (status, code), error
+        assert re.search(said, error["message"]) and "\n" not in error["message"]
+    error = server.ask(TEXTS_AT, dict(prompt="a", stop=5))[2]
+    said = "stop: must be a string, or a list of at most 1024 strings"
+    about = dict(message=said, type="invalid_request_error", code="invalid", param="stop")
+    assert error == {"error": about, "type": "error"}
+
+
+def test_serve_large_bodies(server):
+    """A body may have 8 MiB, and not a byte more."""
     largest = b'{"prompt": "a", "max_tokens": 1}'.ljust(8 << 20)
     assert server.ask(TEXTS_AT, largest)[0] == 200
     in_chunks = (largest[i : i + 65536] for i in range(0, len(largest), 65536))
