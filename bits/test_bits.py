@@ -71,9 +71,8 @@ def test_4_bits_lose_little(spread, bound):
 def test_products_with_4_bit_matrices(dtype, T, monkeypatch):
     """Several tiles of rows for each program, the last one with fewer; rows of one block of
     columns, of several, of one that ends early, and of an odd number of groups."""
-    monkeypatch.setattr(
-        products, "stream_sizes", lambda *_: launch_sizes.StreamSizes(4, 2048, 1, 3)
-    )
+    sizes = launch_sizes.StreamSizes(4, 2048, 1, 3)
+    monkeypatch.setattr(products, "stream_sizes", lambda *_: sizes)
     monkeypatch.setattr(products, "processors", lambda device: 3)
     pass_ = SimpleNamespace(norm_eps=1e-5)
     # weights are decoded to halves; a token's sums are halves, and its norm is not as large as
@@ -92,9 +91,8 @@ def test_products_with_4_bit_matrices(dtype, T, monkeypatch):
 
 def test_heads_of_a_4_bit_matrix(monkeypatch):
     """Several programs share a head, each with fewer rows than its vectors hold."""
-    monkeypatch.setattr(
-        products, "stream_sizes", lambda *_: launch_sizes.StreamSizes(2, 2048, 8, 3)
-    )
+    sizes = launch_sizes.StreamSizes(2, 2048, 8, 3)
+    monkeypatch.setattr(products, "stream_sizes", lambda *_: sizes)
     monkeypatch.setattr(products, "processors", lambda device: 3)
     N, C, D, dtype = 5 * 48, 320, 48, torch.float16
 

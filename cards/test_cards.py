@@ -129,9 +129,8 @@ def test_launch_sizes_fit_the_kernels_and_the_card(monkeypatch, arch):
     for bits, op, columns in itertools.product((4, 6, 8, 16, 32), ops, (64, 4096, 11008)):
         asked = DEVICE, bits, op, columns
         assert launch_sizes.vector_sizes(*asked).rows % 2 == 0
-        assert op == "linear_add" or launch_sizes.stream_sizes(*asked).rows % 2 == 0, (
-            "pairs of rows"
-        )
+        in_pairs = launch_sizes.stream_sizes(*asked).rows % 2 == 0
+        assert op == "linear_add" or in_pairs
         for tokens in (8, 16):
             few = launch_sizes.few_sizes(DEVICE, bits, op, (4096, columns), tokens)
             assert few is None or few.lanes <= 4 * few.steps and few.rows % 8 == 0 and few.ahead > 0

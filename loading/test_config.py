@@ -179,10 +179,8 @@ def test_biases_of_a_config(tmp_path, cli, family):
         spoil_tensors(lambda t, last=last: t.pop(last))(tmp_path)
         assert_refused(cli("-m", tmp_path, "-p", "a"), f"{last} is missing")
         save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    without = lambda t: [
-        t.pop(key) for key in [*t] if key.endswith(("o_proj.bias", "down_proj.bias"))
-    ]
-    spoil_tensors(without)(tmp_path)
+    left_out = ("o_proj.bias", "down_proj.bias")
+    spoil_tensors(lambda t: [t.pop(key) for key in [*t] if key.endswith(left_out)])(tmp_path)
     theirs = type(theirs).from_pretrained(tmp_path, dtype=torch.float32)
     assert not theirs.model.layers[1].self_attn.o_proj.bias.any()
     assert not assert_equals_transformers(tmp_path, theirs).config.wo_bias

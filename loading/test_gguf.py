@@ -137,12 +137,7 @@ def expert_by_expert(model) -> dict:
 
 
 def gguf_arch(config) -> str:
-    archs = {
-        "mixtral": "llama",
-        "mistral": "llama",
-        "ministral3": "mistral3",
-        "qwen3_moe": "qwen3moe",
-    }
+    archs = dict(mixtral="llama", mistral="llama", ministral3="mistral3", qwen3_moe="qwen3moe")
     return archs.get(config.model_type, config.model_type)
 
 
@@ -465,9 +460,8 @@ def test_gguf_of_floats_is_as_any_checkpoint(tmp_path, cli, dtype):
     theirs.save_pretrained(tmp_path / "original")
     plain, options = assert_equals_transformers(file, theirs), dict(dtype="fp32", device="cpu")
     assert plain.checkpoint.dtype == dtype and plain.checkpoint.quantised == ""
-    encoded, original = (
-        load(name, format="e4m3", **options) for name in (file, tmp_path / "original")
-    )
+    paths = file, tmp_path / "original"
+    encoded, original = (load(path, format="e4m3", **options) for path in paths)
     codes, same = (model.weights.layers[1].wqkv.tensors[0] for model in (encoded, original))
     assert torch.equal(codes, same)
     assert cli("-m", file, "--fp8", "--save", tmp_path / "saved", "--quiet")[:2] == (0, "")
@@ -475,10 +469,8 @@ def test_gguf_of_floats_is_as_any_checkpoint(tmp_path, cli, dtype):
     assert saved.config.rope_factors and saved.config.eos_ids == (258, 257)
     assert_close(logits_of(saved, range(40)), logits_of(encoded, range(40)), 1e-6)
     for chat in (conversation("Größe 🙂"), conversation("ab</s>")):
-        ids = [
-            open_tokenizer(path).apply_chat_template(chat) for path in (tmp_path / "saved", file)
-        ]
-        assert ids[0] == ids[1]
+        ids = open_tokenizer(file).apply_chat_template(chat)
+        assert open_tokenizer(tmp_path / "saved").apply_chat_template(chat) == ids
 
 
 def test_gguf_from_the_command_line(tmp_path, cli):

@@ -78,9 +78,8 @@ def test_hub_is_asked_once_for_what_another_program_has_not_cached(hub, cached_b
         opened = open_checkpoint("someone/tiny")
         assert (opened.sampling(), opened.notes) == ({"temp": 0.25}, [])
         assert hub.fetched() == fetched
-    assert (
-        open_tokenizer(opened.folder).template_name == "the checkpoint's own (chat_template.jinja)"
-    )
+    tokenizer = open_tokenizer(opened.folder)
+    assert tokenizer.template_name == "the checkpoint's own (chat_template.jinja)"
 
 
 def test_offline_it_is_said_that_files_may_be_missing(

@@ -66,11 +66,8 @@ def test_memory_of_7b(monkeypatch, dtype, device, options, weights, cache, room)
     given = dict(ctx_size=4096, shape={}, ranks=Ranks(), format=None, encoded_from=None) | options
     ranks, device = given["ranks"], torch.device(device)
     config = replace(LLAMA_7B, **given["shape"]).cut(ranks.size)
-    run = Options(
-        kv_fp8=given.get("kv_fp8", False),
-        ctx_size=given["ctx_size"],
-        parallel=given.get("parallel", 1),
-    )
+    fields = ("kv_fp8", "ctx_size", "parallel")
+    run = Options(**{name: given[name] for name in fields if name in given})
     formats = formats_of(config, given["format"])
     need = memory_of(config, place.DTYPES[dtype], device, formats, run, given["encoded_from"])
     monkeypatch.setattr("loading.place.free_memory", lambda device: 1e6)

@@ -196,12 +196,11 @@ def test_quantised_safetensors_equal_transformers(copy, family, how, monkeypatch
     assert error <= (0 if factor == 1 else 1e-6)
     in_turn = gate_up.unflatten(1, (2, -1)).transpose(1, 2)
     assert torch.equal(layer.w13.dense(), in_turn.flatten(0, 2))
-    name = {"AutoRound": "GPTQ", "AutoRound as AWQ": "AWQ"}.get(
-        how, how.partition(",")[0].partition(" ")[0]
-    )
-    kept = (
-        f"with {format.name} matrices ({name} in the file" if on_cpu else f"(decoded from {name})"
-    )
+    method, *_ = re.split("[, ]", how)
+    name = {"AutoRound": "GPTQ", "AutoRound as AWQ": "AWQ"}.get(how, method)
+    kept = f"(decoded from {name})"
+    if on_cpu:
+        kept = f"with {format.name} matrices ({name} in the file"
     assert Session.types(SimpleNamespace(model=ours)).startswith(f"fp32 {kept}")
 
 

@@ -282,9 +282,8 @@ def check_gpus(folder: Path) -> None:
             one = logits(load(folder / name, dtype=dtype, device=own, **options))
             model = load(folder / name, dtype=dtype, device="cuda", ranks=ranks, **options)
             for exchange in (model.exchange, None):
-                model.ops = exchange_module.cut_ops(
-                    ranks, kernels.ops(model.backend), exchange, False
-                )
+                whole = kernels.ops(model.backend)
+                model.ops = exchange_module.cut_ops(ranks, whole, exchange, False)
                 ours = logits(model)
                 assert torch.equal(ours, ranks.broadcast(lambda ours=ours: ours)), "ranks differ"
                 assert nmse(ours, exact) < 2 * nmse(one, exact) + 1e-10, (case, dtype, exchange)

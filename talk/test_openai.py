@@ -340,9 +340,8 @@ GRAMMARS = {  # how the session is told what the text has to be, and the fields 
 
 @pytest.mark.parametrize("path", [CHATS, TEXTS])
 def test_what_a_text_has_to_be(path):
-    read = lambda fields: parse_request(
-        json.dumps(COMPLETE[path] | fields).encode(), ENDPOINTS[path]
-    )
+    body = lambda fields: json.dumps(COMPLETE[path] | fields).encode()
+    read = lambda fields: parse_request(body(fields), ENDPOINTS[path])
     for grammar, ways in GRAMMARS.items():
         assert [read(fields).text_grammar() for fields in ways] == [grammar] * len(ways)
     with pytest.raises(ValueError, match="several fields say what the text has to be"):

@@ -21,16 +21,14 @@ def read(style, *pieces: str, thinks: bool = False) -> tuple[str, str, list[Call
     """What is thought, what is said, and the calls."""
     router = Router(style, TOOLS, thinks)
     parts = [part for piece in pieces for part in router.push(piece)] + router.finish()
-    texts = [
-        "".join(part.text for part in parts if part.kind == kind) for kind in ("thought", "text")
-    ]
+    text_of = lambda kind: "".join(part.text for part in parts if part.kind == kind)
     calls = []
     for part in parts:
         if part.kind == "call":
             calls.append(Call(part.name, ""))
         elif part.kind == "arguments":
             calls[-1] = Call(calls[-1].name, calls[-1].arguments + part.text)
-    return *texts, calls
+    return text_of("thought"), text_of("text"), calls
 
 
 def call(name: str = "get_weather", **arguments) -> Call:
@@ -166,10 +164,8 @@ def test_what_the_template_opens_is_thought():
     for text in "Hm.\n</think>\n\nYes.", "\nHm. </think>Yes.":
         assert read(None, *text, thinks=True) == ("Hm.", "Yes.", [])
     assert read(HERMES, *"Hm </thin", thinks=True) == ("Hm </thin", "", [])
-    assert read(HERMES, *'a<tool_call>{"name": "now"}</tool_call></think>b', thinks=True)[1:] == (
-        "b",
-        [],
-    )
+    called = 'a<tool_call>{"name": "now"}</tool_call></think>b'
+    assert read(HERMES, *called, thinks=True)[1:] == ("b", [])
 
 
 MARKS = [

@@ -749,9 +749,8 @@ def experts_errors(arguments: tuple, dtype: torch.dtype, accumulate: str) -> tup
     # places
     same = (routes.ids == chosen.ids).double().mean()
     assert same == 1 if T <= experts.FEW_ROUTED else same > 0.95
-    assert torch.allclose(
-        routes.weights, chosen.weights, atol=1e-2 if T > experts.FEW_ROUTED else 1e-5
-    )
+    off = 1e-2 if T > experts.FEW_ROUTED else 1e-5
+    assert torch.allclose(routes.weights, chosen.weights, atol=off)
     h = fused.rmsnorm_swiglu(x, layer, pass_, routes)
     right = kernels.reference.rmsnorm_swiglu(exact, exact_layer, pass_, routes)
     residual = randn(T, x.shape[1], dtype=dtype, scale=0.1)
@@ -1039,11 +1038,8 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 def assert_equals_transformers(path: Path, theirs):
     """Returns our model of a checkpoint, in fp32 on the CPU. Its logits, of a text as a whole and in
     parts, are those of transformers, and so is its greedy text."""
-    ours, prompt, n = (
-        load(path, dtype="fp32", device="cpu"),
-        torch.randint(250, (100,)).tolist(),
-        12,
-    )
+    ours = load(path, dtype="fp32", device="cpu")
+    prompt, n = torch.randint(250, (100,)).tolist(), 12
     text = prompt + greedy(ours, prompt, n)
     exact = oracle(theirs, text)
     assert_close(logits_of(ours, text), exact)
@@ -1081,10 +1077,8 @@ def exchanges_of(ranks: list[list[Matrix]]) -> list[exchange_module.Exchange]:
     entries = shared(3, size, 16 * 72, dtype=torch.int64)
     terms = shared(2, 20_000, dtype=torch.float16)
     flags = shared(2, size, dtype=torch.int32)
-    of_ranks = enumerate(zip(ranks, entries, terms, flags))
-    return [
-        exchange_module.Exchange(matrices, rank, *memory) for rank, (matrices, *memory) in of_ranks
-    ]
+    of_ranks = zip(ranks, range(size), entries, terms, flags)
+    return [exchange_module.Exchange(*of_rank) for of_rank in of_ranks]
 
 
 def to_bin(folder: Path) -> None:

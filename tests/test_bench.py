@@ -79,9 +79,8 @@ def test_bench_speeds_by_hand(tiny_model, monkeypatch):
     new tokens count, and no more are evaluated."""
     seen, engine, speeds = [], Engine(tiny_model), bench.prompt_speeds
     evaluate = engine.passes.evaluate_prompt
-    measured = lambda ids, start, first: (
-        seen.append((start, len(ids))) or evaluate(ids, start, first)
-    )
+    note = lambda ids, start: seen.append((start, len(ids)))
+    measured = lambda ids, start, first: note(ids, start) or evaluate(ids, start, first)
     timed = lambda run, *_: [run().sum() * 0 + 0.5, run().sum() * 0 + 0.25]
     monkeypatch.setattr(bench, "wall_times", timed)
     monkeypatch.setattr(engine.passes, "evaluate_prompt", measured)
@@ -224,12 +223,10 @@ def test_bench_perplexity_without_a_bos(bench_cli, copy, tmp_path):
     (tmp_path / "two").write_text(open_tokenizer(copy).decode(ids[:2]))
     flags = ("-m", copy, "--device", "cpu", "-o", "json", "--perplexity")
     (row,) = rows_of(bench_cli(*flags, tmp_path / "text"))
-    loss = torch.nn.functional.cross_entropy(
-        logits_of(load(copy, device="cpu"), ids)[:-1], torch.tensor(ids[1:])
-    )
-    assert row["tokens"] == len(ids) - 1 and row["perplexity"] == pytest.approx(
-        float(loss.exp()), rel=1e-4
-    )
+    logits = logits_of(load(copy, device="cpu"), ids)[:-1]
+    loss = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]))
+    assert row["tokens"] == len(ids) - 1
+    assert row["perplexity"] == pytest.approx(float(loss.exp()), rel=1e-4)
     assert_refused(bench_cli(*flags, tmp_path / "two"), "has 1 tokens to predict")
 
 

@@ -722,9 +722,8 @@ def test_the_host_is_one_pass_ahead(exact, monkeypatch):
         decode_in_graphs(monkeypatch)
     engine, launched = Engine(exact, 2), []
     step, options = engine.passes.step, dict(sampling=MOST_PROBABLE)
-    monkeypatch.setattr(
-        engine.passes, "step", lambda p: launched.append(len(p.sequences)) or step(p)
-    )
+    note = lambda pass_: launched.append(len(pass_.sequences))
+    monkeypatch.setattr(engine.passes, "step", lambda pass_: note(pass_) or step(pass_))
     one = Written(engine, [1, 5, 6], n=6, **options)
     ahead = [len(launched) for _ in one]
     assert ahead == [1, 2, 3, 4, 5, 5] and {*launched} == {1}, "more than its limit"

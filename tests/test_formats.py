@@ -272,9 +272,8 @@ def test_rows_in_the_order_of_a_format(form):
         order = form.in_runs(torch.arange(K, device=DEVICE))
         assert not torch.equal(order, torch.arange(K, device=DEVICE))
         assert torch.equal(products.ordered_rows(x, form), x[:, order])
-        assert_close(
-            products.ordered_rows(x, form, norm, 1e-5), kernels.rmsnorm_ref(x, norm, 1e-5)[:, order]
-        )
+        normed = kernels.rmsnorm_ref(x, norm, 1e-5)[:, order]
+        assert_close(products.ordered_rows(x, form, norm, 1e-5), normed)
         assert torch.equal(products.ordered_rows(x, E4M3), x)
 
 
@@ -284,9 +283,8 @@ def test_many_tokens(form):
     share a tile on Hopper, and which its own kernel does not take; each epilogue."""
     dtype = torch.float16
     most = 100 if form.bits == 4 else 50  # above that, the library multiplies E4M3 codes of x
-    draws = [(12, 200, 2048), (17, 200, 2048), (64, 68, 1024)] + (
-        [(most, 400, 768), (33, 128, 2304)] if ON_GPU else []
-    )
+    draws = [(12, 200, 2048), (17, 200, 2048), (64, 68, 1024)]
+    draws += [(most, 400, 768), (33, 128, 2304)] if ON_GPU else []
     for T, N, K in draws:
         w = random_matrix(form, N, K, bias=randn(N, dtype=dtype))
         exact_w = dense(w)

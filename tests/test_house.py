@@ -160,11 +160,8 @@ def test_commands_of_the_pages_are_understood(capsys):
 
 def test_manual_has_all_flags_and_paths(capsys):
     ignored = {*cli_module.IGNORED, "-h", "--help"}
-    named = {
-        *re.findall(
-            r"(?<![\w-])--?[a-z][\w-]*", "".join(re.findall(r"^\| `-.*?\|", MANUAL, re.MULTILINE))
-        )
-    }
+    rows = "".join(re.findall(r"^\| `-.*?\|", MANUAL, re.MULTILINE))
+    named = {*re.findall(r"(?<![\w-])--?[a-z][\w-]*", rows)}
     described = flags_of(run.main, capsys) | flags_of(serve.main, capsys)
     assert named == described - ignored
     paths = re.findall(r"`/v1(/[\w/-]+)`", MANUAL)
@@ -201,9 +198,8 @@ def test_readme_limits_of_cards():
         exact = [1e9 * number(bandwidth) / size for size in sizes]
         assert [*map(number, limits)] == pytest.approx(exact, abs=1), card
         if card.startswith("RTX"):
-            first, second, third = (
-                f"{limit * share:.0f}" for limit, share in zip(exact, (0.90, 0.82, 0.73))
-            )
+            shares = zip(exact, (0.90, 0.82, 0.73))
+            first, second, third = (f"{limit * share:.0f}" for limit, share in shares)
             assert f"{first}, {second} and {third}" in README.replace("\n", " "), card
 
 

@@ -115,10 +115,9 @@ def test_op_equals_its_reference_with_bias_and_norms(dtype, heads, T, before, gu
     # in a prompt, norm, matmul, its norm and q are rounded
     limit = ONE_UNIT[dtype] * (1 if T == 1 else 2.5**2)
     cases = [(op, dict(biased=True)) for op in PRODUCTS]
-    cases += [
-        ("rmsnorm_qkv_rope", dict(qk_norm=qk_norm, biased=biased)) for biased in (False, True)
-    ]
-    cases += [("rmsnorm_qkv_rope", dict(qk_norm=qk_norm, attention_norm=None))]  # as in heads
+    without = dict(attention_norm=None)  # as in heads
+    for more in dict(biased=False), dict(biased=True), without:
+        cases.append(("rmsnorm_qkv_rope", dict(qk_norm=qk_norm) | more))
     for (op, extra), format in itertools.product(cases, (None, E4M3) if T < 17 else (None,)):
         # with what the one before left in scratch. Sums in half precision, which a GPU makes of a
         # token's packed products, leave an error that differs between draws

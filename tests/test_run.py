@@ -421,18 +421,15 @@ def test_names_of_ollama(cli, tmp_path, monkeypatch):
     """Where its file lies is said."""
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
     media = "application/vnd.ollama.image."
-    layers = [
-        dict(mediaType=media + "license", digest="sha256:1"),
-        dict(mediaType=media + "model", digest="sha256:2"),
-    ]
+    digests = {"license": "sha256:1", "model": "sha256:2"}
+    layers = [dict(mediaType=media + kind, digest=digest) for kind, digest in digests.items()]
     library = tmp_path / "manifests/registry.ollama.ai/library/llama3.2"
     library.mkdir(parents=True)
     (library / "latest").write_text(json.dumps({"layers": layers}))
     (library / "odd").write_text('{"layers": 5}')
     for name in "llama3.2", "llama3.2:latest":
-        assert_refused(
-            cli("-m", name, "-p", "a"), f"Ollama has {name}: write -m {tmp_path}/blobs/sha256-2\n"
-        )
+        said = f"Ollama has {name}: write -m {tmp_path}/blobs/sha256-2\n"
+        assert_refused(cli("-m", name, "-p", "a"), said)
     for name in "llama3.2:1b", "llama3.2:odd", "gemma":
         assert "Ollama" not in cli("-m", name, "-p", "a")[2]
 

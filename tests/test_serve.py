@@ -167,9 +167,8 @@ def test_serve_several_choices(server):
     assert texts[0] == one["text"] and len({*texts}) == 3
     assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
     assert whole["usage"]["completion_tokens"] == 36 == whole["timings"]["predicted_n"]
-    *chunks, last = server.stream(
-        TEXTS_AT, prompt="Once upon a time", stream_options={"include_usage": True}, **asks, n=3
-    )
+    counting = dict(prompt="Once upon a time", stream_options={"include_usage": True})
+    *chunks, last = server.stream(TEXTS_AT, **counting, **asks, n=3)
     together = dict.fromkeys(range(3), "")
     for chunk in chunks:
         [choice] = chunk["choices"]
@@ -440,9 +439,8 @@ def test_serve_origins_and_keys(server, tiny):
         for path in "/v1/models", "/nothing":
             for wrong in {}, {"Authorization": "Bearer x"}, {"Authorization": "żaba".encode()}:
                 status, headers, answer = keyed.ask(path, **local, **wrong)
-                assert (
-                    answer["type"] == "error" and answer["error"]["type"] == "authentication_error"
-                )
+                assert answer["type"] == "error"
+                assert answer["error"]["type"] == "authentication_error"
                 assert status == 401 and answer["error"]["code"] == "invalid_api_key"
                 assert headers["access-control-allow-origin"] == local["Origin"]
                 assert headers["www-authenticate"] == "Bearer"
@@ -582,9 +580,8 @@ def test_serve_goes_on_after_an_error(tiny, monkeypatch, capfd):
             assert capfd.readouterr().err == "error: broken\n" * 2
             patch.setattr(both.desk, "debug", True)
             answer()
-            assert re.match(
-                rf"Traceback .*\n{kind.__name__}: broken\n$", capfd.readouterr().err, re.DOTALL
-            )
+            traceback = rf"(?s)Traceback .*\n{kind.__name__}: broken\n$"
+            assert re.match(traceback, capfd.readouterr().err)
         assert json.loads(answer()[0].body)["choices"][0]["text"] == text and len(text) > 4
     with pytest.raises(APIError, match="exceeds the available context size") as refused:
         answer(prompt="tale " * 2000)
@@ -611,9 +608,8 @@ def test_serve_several_texts_under_load(tiny):
     """Requests of many clients, a third of which leave midway: every text is what it is alone, no slot
     is lost, and a long prompt does not stop the others."""
     session = Session(tiny, dtype="fp32", device="cpu")
-    prompts = [
-        f"{word} " * count for word in ("Once", "The fox", "good day") for count in (1, 5, 9)
-    ]
+    words = "Once ", "The fox ", "good day "
+    prompts = [word * count for word in words for count in (1, 5, 9)]
     alone = {p: session.generate(p, n=12, temp=0, ignore_eos=True).finish().text for p in prompts}
     options = dict(max_tokens=12, temperature=0, ignore_eos=True)
     with Server("-m", tiny, "--dtype", "fp32", "-np", 3, "--queue", 200) as served:
@@ -637,10 +633,8 @@ def test_serve_several_texts_under_load(tiny):
         all_at_once(160)
         assert rss() < before + 50e6, "what keeps requests that have ended?"
         # three texts at once: no slot is lost
-        texts = [
-            served.begin(body=dict(prompt=p, max_tokens=200, ignore_eos=True, stream=True))
-            for p in prompts[:3]
-        ]
+        long = dict(max_tokens=200, ignore_eos=True, stream=True)
+        texts = [served.begin(body=long | dict(prompt=prompt)) for prompt in prompts[:3]]
         assert all(text.getresponse().readline().startswith(b"data") for text in texts)
 
 

@@ -219,9 +219,8 @@ def test_added_tokens_and_bos(copy):
     assert open_tokenizer(copy, bos_id=7).bos == 1, "the tokenizer's own comes first"
     for adds_bos, first in ((False, []), (True, [1]), (None, [1])):
         (copy / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": adds_bos}))
-        assert open_tokenizer(copy).encode("x") == first + open_tokenizer(
-            copy
-        ).vocabulary.sp.encode("x")
+        t = open_tokenizer(copy)
+        assert t.encode("x") == first + t.vocabulary.sp.encode("x")
     # as transformers 5 saves them, where tokenizer.model has stayed
     added = [
         dict(id=size + 1, content="<tool>", special=False),
@@ -661,10 +660,8 @@ def test_answers_keep_their_tokens(tmp_path, family):
     other = t.chat_prompt(second, pasts=[replace(past, answer="another")])
     assert other.ids == t.apply_chat_template(second), "not what the conversation holds"
     past = Prompt("ask:", [1], " a tale")
-    found = [
-        t._common_ends(past, f"ask:{t_}") for t_ in ("\n a tale.", " so: a tale.", " the crow")
-    ]
-    assert found == [((12, 1),), (), ()]
+    for said, ends in ("\n a tale.", ((12, 1),)), (" so: a tale.", ()), (" the crow", ()):
+        assert t._common_ends(past, f"ask:{said}") == ends
     # the last question again: the answers before it keep their ids
     third = conversation("tell me", answer, "go on", "more", "and?")
     past = replace(again, ids=again.ids + t.encode("more", bos=False), answer="more")
