@@ -159,13 +159,9 @@ def test_random_schemas(session):
 
 def test_objects_have_the_properties_that_are_named(session):
     inner = {"type": "object", "properties": {"b": {"type": "boolean"}}, "required": ["b"]}
-    schema = {
-        "$defs": {"i": inner},
-        "properties": {
-            "properties": {"$ref": "#/$defs/i"},
-            "l": {"type": "array", "items": inner, "maxItems": 2},
-        },
-    }
+    listed = {"type": "array", "items": inner, "maxItems": 2}
+    properties = {"properties": {"$ref": "#/$defs/i"}, "l": listed}
+    schema = {"$defs": {"i": inner}, "properties": properties}
     for seed in range(5):
         asked = dict(schema=schema | {"type": "object"}, n=100, temp=2, seed=seed)
         value = json.loads(session.generate("A fox", **asked).finish().text)
@@ -179,11 +175,8 @@ def test_objects_have_the_properties_that_are_named(session):
     ):  # fmt: skip
         assert closed(as_it_is) == as_it_is
     more = {"properties": {"c": {"type": "boolean"}}, "required": ["c"]}
-    for combined in (
-        {"allOf": [inner, more]},
-        inner | {"anyOf": [more]},
-        inner | {"$ref": "#/$defs/m"},
-    ):
+    several = {"allOf": [inner, more]}, inner | {"anyOf": [more]}, inner | {"$ref": "#/$defs/m"}
+    for combined in several:
         schema = combined | {"$defs": {"m": more}}
         assert "additionalProperties" not in json_grammar(schema)
         assert session.generate("A fox", schema=schema, n=1).finish().ids
@@ -198,11 +191,8 @@ def test_numbers_end(session):
             assert text.ended_by == "eos" and json.loads(text.text) is not None
             assert max(map(len, re.findall("[0-9]+", text.text))) <= MOST_DIGITS
     long = 10**40
-    for schema in (
-        {"const": long},
-        {"type": "string", "pattern": "^[0-9]{40}$"},
-        {"enum": [f"{long}"]},
-    ):
+    of_digits = {"type": "string", "pattern": "^[0-9]{40}$"}
+    for schema in {"const": long}, of_digits, {"enum": [f"{long}"]}:
         text = session.generate("A fox", schema=schema, n=60, temp=0).finish()
         assert text.ended_by == "eos" and len(text.text) >= 40
     digits = session.generate("A fox", grammar=regex_grammar("[0-9]{30,}x"), n=60, temp=0).finish()
@@ -221,22 +211,13 @@ def test_digits_are_left_out_where_others_may_come():
 def test_what_libraries_write_into_schemas_is_no_hindrance(session):
     """Formats that JSON Schema does not know, such as pydantic's and OpenAPI's, and keywords that are
     always true; others that are not supported are refused by name."""
-    names = {
-        "type": "object",
-        "propertyNames": {"type": "string"},
-        "properties": {"é": {"const": 1}},
-    }
+    names = {"type": "object", "propertyNames": {"type": "string"}}
+    names["properties"] = {"é": {"const": 1}}
     path = {"type": "string", "format": "file-path", "maxLength": 3}
     word = {"type": "array", "items": path, "uniqueItems": False, "maxItems": 1}
     by_pattern = {"type": "object", "patternProperties": {"^a": path}}
-    for schema in (
-        names,
-        path,
-        word,
-        by_pattern,
-        {"allOf": [path]},
-        {"properties": {"format": path}},
-    ):
+    inside = {"allOf": [path]}, {"properties": {"format": path}}
+    for schema in names, path, word, by_pattern, *inside:
         assert session.generate("A fox", schema=schema, n=1).finish().ids
     for schema, name in (
         ({"propertyNames": {"maxLength": 3}}, "propertyNames"),

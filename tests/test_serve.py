@@ -188,20 +188,10 @@ def test_serve_several_choices(server):
     assert said[0]["message"] == server.chat(**asks)["message"] != said[1]["message"]
 
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "send",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "to": {"enum": ["</s>", "[INST]", "Łódź"]},
-                "n": {"type": "integer", "minimum": 0, "maximum": 99},
-            },
-            "required": ["to"],
-        },
-    },
-}
+RECEIVERS = ["</s>", "[INST]", "Łódź"]
+PROPERTIES = {"to": {"enum": RECEIVERS}, "n": {"type": "integer", "minimum": 0, "maximum": 99}}
+PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": ["to"]}
+TOOL = {"type": "function", "function": {"name": "send", "parameters": PARAMETERS}}
 
 
 def test_serve_what_the_text_has_to_be(server):
@@ -212,12 +202,11 @@ def test_serve_what_the_text_has_to_be(server):
     for answer, content in (text, text["text"]), (said, said["message"]["content"]):
         assert json.loads(content) in ({"a": 1}, {"a": "</s>"})
         assert answer["finish_reason"] == "stop"
-    enum = TOOL["function"]["parameters"]["properties"]["to"]["enum"]
     for choice in "required", {"type": "function", "function": {"name": "send"}}:
         fields = dict(tools=[TOOL], tool_choice=choice, temperature=2, max_tokens=99)
         answer = server.chat(**fields)
         [call] = answer["message"]["tool_calls"]
-        assert json.loads(call["function"]["arguments"])["to"] in enum
+        assert json.loads(call["function"]["arguments"])["to"] in RECEIVERS
         assert answer["finish_reason"] == "tool_calls" and answer["message"]["content"] is None
     plain = server.chat()["message"]
     for choice in "auto", "none":
