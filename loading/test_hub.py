@@ -12,7 +12,7 @@ from tests.helpers import FILES, HASH, PATIENCE, assert_refused, of_hub, program
 NEEDED = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.model"]
 
 
-def test_hub_downloads_once_what_is_needed(hub, tiny, copy, cli, monkeypatch, tmp_path):
+def test_hub_downloads_once_what_is_needed(hub, tiny, cli, monkeypatch, tmp_path):
     """First by a process of its own, in which no test has imported or set anything."""
     flags = ("someone/tiny", "-p", "Once", "-n", 4, "--temp", 0, "--quiet")
     expected = cli("-m", tiny, *flags[1:])
@@ -30,9 +30,7 @@ def test_hub_downloads_once_what_is_needed(hub, tiny, copy, cli, monkeypatch, tm
 @pytest.mark.parametrize("layout, listed", [
     ("a left-over index and a .bin", True), ("safetensors shards", False), ("meta, 2 shards", False)
 ])  # fmt: skip
-def test_hub_takes_what_a_folder_means_and_finishes_a_download(
-    hub, copy, monkeypatch, tmp_path, layout, listed
-):
+def test_hub_finishes_a_download(hub, copy, monkeypatch, tmp_path, layout, listed):
     """One of the files is not there yet, and the disk has room for that one only. listed: whether
     the cache remembers what the repository holds; if another program made it, it does not."""
     FILES[layout](copy)
@@ -73,7 +71,7 @@ def cached_by_another(hub, tmp_path):
     hub.files["chat_template.jinja"] = b"{{ messages[0].content }}"
 
 
-def test_hub_is_asked_once_for_what_another_program_has_not_cached(hub, cached_by_another, cli):
+def test_hub_is_asked_once_for_what_another_program_has_not_cached(hub, cached_by_another):
     for fetched in (["chat_template.jinja", "generation_config.json"], []):
         opened = open_checkpoint("someone/tiny")
         assert (opened.sampling(), opened.notes) == ({"temp": 0.25}, [])
@@ -82,9 +80,7 @@ def test_hub_is_asked_once_for_what_another_program_has_not_cached(hub, cached_b
     assert tokenizer.template_name == "the checkpoint's own (chat_template.jinja)"
 
 
-def test_offline_it_is_said_that_files_may_be_missing(
-    hub, cached_by_another, cli, monkeypatch, tmp_path
-):
+def test_offline_files_may_be_missing(cached_by_another, cli, monkeypatch, tmp_path):
     set_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache", offline=True)
     code, _, err = cli("-m", "someone/tiny", "-p", "Once", "-n", 2)
     assert code == 0 and "repository has it: generation_config.json, tokenizer_config.json" in err

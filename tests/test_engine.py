@@ -455,7 +455,7 @@ def test_progress_that_is_interrupted(tiny_model):
 
 
 @pytest.mark.parametrize("where", ["on a CPU", "in graphs"])
-def test_a_long_prompt_and_texts_take_turns(exact, monkeypatch, where):
+def test_a_long_prompt_and_texts_take_turns(exact, where):
     """After each chunk of a prompt, every text that is being written gets a token, and the chunks are
     shorter than those of a prompt alone."""
     prompts = [[1, 5, 6], [1, 7], [*range(30, 61)]]

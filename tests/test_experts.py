@@ -106,7 +106,7 @@ def test_many_slots_are_sorted():
     assert torch.equal(routes.counts, ids.bincount(minlength=E).int())
 
 
-def test_norm_that_a_format_moves_and_the_router(monkeypatch):
+def test_norm_that_a_format_moves_and_the_router():
     """What fit_norm takes out of ffn_norm for w13, the router's logits get back."""
     x, layer, pass_ = expert_arguments(150, 5, 2, 64, 64, format=E4M3)
     before = kernels.reference.route(x, layer, pass_)

@@ -227,7 +227,7 @@ def test_serve_as_llama_cpp_does(server):
     assert slot == {"id": 0, "n_ctx": 1024, "is_processing": False}
 
 
-def test_serve_comments_in_a_silent_stream(server, monkeypatch):
+def test_serve_comments_in_a_silent_stream(monkeypatch):
     """They keep proxies from ending it; an error after one is an event."""
     monkeypatch.setattr(serve, "SILENCE", 0.01)
 
@@ -627,7 +627,7 @@ def test_serve_several_texts_under_load(tiny):
         assert all(text.getresponse().readline().startswith(b"data") for text in texts)
 
 
-def test_serve_refuses_to_start(monkeypatch, capfd, tmp_path):
+def test_serve_refuses_to_start(monkeypatch, capfd):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         call = caller(serve.main, monkeypatch, capfd, "--device", "cpu")
@@ -706,7 +706,7 @@ def test_serve_without_descriptors():
     assert said == "note: socket.accept() out of system resource: Too many open files\n"
 
 
-def test_serve_on_several_ranks(server):
+def test_serve_on_several_ranks():
     flags = f"-m torch.distributed.run --nproc-per-node 2 --master-port {free_port()}"
     with Server("-m", TALES, "--dtype", "fp32", launcher=[sys.executable, *flags.split()]) as ranks:
         text = ranks.complete()["text"]
