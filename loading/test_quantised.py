@@ -27,8 +27,16 @@ from tests.helpers import (
     set_one,
     spoil_config,
     spoil_tensors,
-    words,
 )
+
+
+def words(codes: torch.Tensor, bits: int = 4, order=None) -> torch.Tensor:
+    """Neighbouring codes of a row to an int32, the first in its lowest bits."""
+    count = 32 // bits
+    together = codes.long().unflatten(1, (-1, count))
+    if order:
+        together = together[..., order]
+    return (together << bits * torch.arange(count)).sum(-1).to(torch.int32)
 
 
 def pack_awq(N: int, K: int) -> tuple[dict, torch.Tensor]:

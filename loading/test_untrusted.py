@@ -32,7 +32,6 @@ from tests.helpers import (
     set_one,
     spoil_config,
     spoil_tensors,
-    stored,
     to_meta,
     to_shards,
     write,
@@ -60,9 +59,12 @@ def torch_file(content, save=torch.save):
     return spoil
 
 
-def compressed(content: bytes, file: Path) -> None:
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+def stored(content: bytes, file: Path, how: int = zipfile.ZIP_STORED) -> None:
+    with zipfile.ZipFile(file, "w", how) as archive:
         archive.writestr("archive/data.pkl", content)
+
+
+compressed = partial(stored, how=zipfile.ZIP_DEFLATED)
 
 
 def replace_in_archive(old: bytes, new: bytes):

@@ -28,7 +28,6 @@ from tests.helpers import (
     SEED,
     Planted,
     Written,
-    always,
     assert_refused,
     chat,
     decode_in_graphs,
@@ -38,6 +37,11 @@ from tests.helpers import (
     hugging_face_model,
     together,
 )
+
+
+def always(proposer: Draft) -> Draft:
+    proposer.pacer.ready = lambda: True
+    return proposer
 
 
 def engine_with(model, proposer, parallel: int = 1) -> Engine:

@@ -11,13 +11,7 @@ import talk.openai as openai_module
 from grammars import choice_grammar, json_grammar, lark_grammar, regex_grammar
 from session import Session
 from talk.endpoints import ENDPOINTS
-from talk.openai import (
-    UNSUPPORTED,
-    APIError,
-    ChatCompletionRequest,
-    error_body,
-    parse_request,
-)
+from talk.openai import UNSUPPORTED, APIError, ChatCompletionRequest, error_body, parse_request
 
 # Qwen's: tools in the system message, calls in tags, thinking in others
 TEMPLATE = """\

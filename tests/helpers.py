@@ -20,7 +20,6 @@ import socket
 import subprocess
 import sys
 import threading
-import zipfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -68,7 +67,7 @@ from sampling import Sampling
 from session import Session
 from speculation.proposals import Proposer
 from talk.cli import error_line
-from tokenizer import TextStream, Tokenizer
+from tokenizer import Tokenizer
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 HERE = Path(__file__).resolve().parents[1]
@@ -415,12 +414,6 @@ def interrupted_at(monkeypatch, ops, call: int) -> None:
 
 # and the kilobytes of shared memory that a program may use; 86 runs the code of 80, and has less
 ARCHITECTURES = {80: 99, 89: 99, 90: 227, 120: 99}
-
-
-def blank(N: int, K: int, format, dtype: torch.dtype) -> Matrix:
-    if format is None:
-        return Matrix(torch.zeros(N, K, dtype=dtype))
-    return Matrix(format.empty(N, K, DEVICE), format)
 
 
 def read_config_like(**fields) -> Config:
@@ -975,11 +968,6 @@ def server():
         assert not strange, "the server's log has lines that are no request: mend what wrote them"
 
 
-def streamed(tokenizer: Tokenizer, ids: list[int], strip_space=False) -> list[str]:
-    stream = TextStream(tokenizer, strip_space)
-    return [stream.push(i) for i in ids] + [stream.finish()]
-
-
 def encode_after(tokenizer: Tokenizer, text: str) -> list[int]:
     """The ids of text that continues other text, as those of a chat do."""
     return tokenizer.vocabulary.encode_chat(text, [], after=True)
@@ -1303,11 +1291,6 @@ def set_hub(monkeypatch, endpoint: str, cache: Path, offline: bool = False) -> N
         monkeypatch.setattr(huggingface_hub.constants, name, value)
 
 
-def stored(content: bytes, file: Path) -> None:
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("archive/data.pkl", content)
-
-
 INDEX = "model.safetensors.index.json"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 999\n"
 
@@ -1353,15 +1336,6 @@ def assert_reads_alike(model, monkeypatch, format="held"):
     return whole
 
 
-def words(codes: torch.Tensor, bits: int = 4, order=None) -> torch.Tensor:
-    """Neighbouring codes of a row to an int32, the first in its lowest bits."""
-    count = 32 // bits
-    together = codes.long().unflatten(1, (-1, count))
-    if order:
-        together = together[..., order]
-    return (together << bits * torch.arange(count)).sum(-1).to(torch.int32)
-
-
 def codes_of(
     N: int, K: int, group: int, zeros=range(1, 17), dtype=torch.float16, bits: int = 4
 ) -> tuple:
@@ -1371,11 +1345,6 @@ def codes_of(
     zero = torch.tensor(zeros)[torch.randint(len(zeros), scale.shape)]
     values = (codes.unflatten(1, (-1, group)) - zero[..., None]) * scale.float()[..., None]
     return codes, scale, zero, values.flatten(1)
-
-
-def always(proposer: Proposer) -> Proposer:
-    proposer.pacer.ready = lambda: True
-    return proposer
 
 
 class OneAtATime(Llama):

@@ -256,7 +256,6 @@ def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path):
     for arguments, text in (
         (["-m", "random:9b"], "the shapes are 1.1b, 7b"),
         (["-m", "random:7b:0"], "'0' is not a number of layers"),
-        (["-m", "nowhere"], "no file or folder nowhere here"),
         (["-m", tiny, "--perplexity", tmp_path / "bad"], "not UTF-8: byte 0xff at offset 2"),
         (["-m", tiny, "--perplexity", tmp_path / "none"], "none"),
         (["-m", tiny, "--perplexity", tmp_path / "one"], few),

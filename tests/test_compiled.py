@@ -36,7 +36,6 @@ from tests.helpers import (
     OPS,
     OWN,
     a_pass,
-    blank,
     changed,
     encoded,
     expert_arguments,
@@ -104,6 +103,12 @@ def launch_attention(dtype: torch.dtype) -> None:
         q, layer, pass_ = op_arguments("attention", dtype, (8, 8, 128), 512, 300)[0]
         k, v = (pass_.k[1].to(torch.int8) for _ in range(2))
         kernels.fused.attention(q, layer, changed(pass_, k=(None, k), v=(None, v)))
+
+
+def blank(N: int, K: int, format, dtype: torch.dtype) -> Matrix:
+    if format is None:
+        return Matrix(torch.zeros(N, K, dtype=dtype))
+    return Matrix(format.empty(N, K, DEVICE), format)
 
 
 def launch_linear_add(dtype: torch.dtype, T: int, format, bias=None) -> None:

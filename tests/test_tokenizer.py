@@ -28,7 +28,6 @@ from tests.helpers import (
     edit,
     encode_after,
     examples,
-    streamed,
     train_byte_pairs,
     train_sentencepiece,
 )
@@ -40,6 +39,11 @@ from tokenizer import Prompt, TextStream, Tokenizer, encode_continuation
 # any text, but for the character that SentencePiece takes for a space
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581\0"))
 FEW_LETTERS = st.text("ab é🐢", max_size=12)
+
+
+def streamed(tokenizer: Tokenizer, ids: list[int], strip_space=False) -> list[str]:
+    stream = TextStream(tokenizer, strip_space)
+    return [stream.push(i) for i in ids] + [stream.finish()]
 
 
 def in_parts(tokenizer: Tokenizer, text: str, cuts: list[int]) -> list[int]:
