@@ -318,13 +318,15 @@ LARK, GBNF = 'start: "a" /b/', 'root ::= "x" | "y"'
 GRAMMARS = {  # how the session is told what the text has to be, and the fields that say it
     json_grammar(SCHEMA): [
         dict(guided_json=SCHEMA), dict(guided_json=json.dumps(SCHEMA)), dict(json_schema=SCHEMA),
-        dict(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}),
-        dict(response_format={"type": "json_object", "schema": SCHEMA}), dict(structured_outputs={"json": SCHEMA}),
+        dict(response_format={"type": "json_schema", "json_schema": {"schema": SCHEMA}}),
+        dict(response_format={"type": "json_object", "schema": SCHEMA}),
+        dict(structured_outputs={"json": SCHEMA}),
     ],
     json_grammar({"type": "object"}): [
-        dict(response_format={"type": "json_object"}), dict(structured_outputs={"json_object": True}),
+        dict(response_format={"type": "json_object"}),
+        dict(structured_outputs={"json_object": True}),
     ],
-    regex_grammar("[ab]/"): [dict(guided_regex="[ab]/"), dict(structured_outputs={"regex": "[ab]/"})],
+    regex_grammar("a/"): [dict(guided_regex="a/"), dict(structured_outputs={"regex": "a/"})],
     choice_grammar(["q"]): [dict(guided_choice=["q"]), dict(structured_outputs={"choice": ["q"]})],
     lark_grammar(LARK): [dict(guided_grammar=LARK), dict(structured_outputs={"grammar": LARK})],
     lark_grammar(GBNF): [dict(grammar=GBNF)],
@@ -359,19 +361,24 @@ WRONG_FIELDS = dict(  # of chats as of texts
     samplers=[["temperature", "penalties", "top_k", "top_p", "min_p"], 5, {}],
     **{name: [3, "x", [{}], {"x": 1}] for name in UNSUPPORTED},
 )  # fmt: skip
+NO_TOOLS = [
+    {}, {"type": "custom"}, TOOL | {"function": {"name": 5}},
+    TOOL | {"function": {"name": "a", "parameters": 5}},
+    TOOL | {"function": {"name": "a", "parameters": {"type": "string"}}},
+]  # fmt: skip
+NO_MESSAGES = [
+    "x", {}, {"role": "user"}, {"content": "x"}, USER | {"role": 5}, USER | {"role": "tool"},
+    USER | {"content": 5}, USER | {"content": {}}, USER | {"content": ["x"]},
+    USER | {"content": [{"type": "text"}]}, USER | {"content": [{"type": "image_url"}]},
+    USER | {"tool_calls": [1]},
+]  # fmt: skip
+NO_ITEMS = [{"type": "computer_call"}, USER | {"content": [{"type": "input_image"}]}]
 WRONG = {  # values that are refused, by path and field
     CHATS: WRONG_FIELDS | dict(
         logprobs=[1, "x"], top_logprobs=[21, -1, True, 1], parallel_tool_calls=["no"],
-        chat_template_kwargs=[[]], tool_choice=["required", "sometimes"],
-        tools=[5, [{}], [{"type": "custom"}], *([{"type": "function", "function": wrong}] for wrong in (
-            {"name": 5}, {"name": "a", "parameters": 5}, {"name": "a", "parameters": {"type": "string"}},
-        ))],
-        messages=[None, [], "x", {}, *([USER, wrong] for wrong in (
-            "x", {}, {"role": "user"}, {"content": "x"}, USER | {"role": 5}, USER | {"role": "tool"},
-            USER | {"tool_calls": [1]}, *(USER | {"content": content} for content in (
-                5, {}, ["x"], [{"type": "text"}], [{"type": "image_url", "image_url": {}}],
-            )),
-        ))],
+        chat_template_kwargs=[[]], tool_choice=["required", "sometimes", TOOL],
+        tools=[5, *([tool] for tool in NO_TOOLS)],
+        messages=[None, [], "x", {}, *([USER, message] for message in NO_MESSAGES)],
     ),
     TEXTS: WRONG_FIELDS | dict(
         logprobs=["x", 21, -1], echo=[1],
@@ -379,10 +386,11 @@ WRONG = {  # values that are refused, by path and field
         best_of=[True], typical_p=[True],  # which is 1 in Python, but not in JSON
     ),
     RESPONSES: dict(
-        input=[None, 5, [], [{"type": "computer_call"}], [USER | {"content": [{"type": "input_image"}]}]],
-        previous_response_id=["resp_1"], background=[True], conversation=["conv_1"], prompt=[{"id": "pmpt_1"}],
-        max_output_tokens=["x"], temperature=[-1], text=[{"format": {"type": "xml"}}, {"format": 5}],
-        tools=[5], tool_choice=[{"type": "function", "name": "x"}],
+        input=[None, 5, [], *([item] for item in NO_ITEMS)],
+        previous_response_id=["resp_1"], conversation=["conv_1"], prompt=[{"id": "pmpt_1"}],
+        background=[True], max_output_tokens=["x"], temperature=[-1], tools=[5],
+        text=[{"format": 5}, {"format": {"type": "xml"}}],
+        tool_choice=[{"type": "function", "name": "x"}],
     ),
     MESSAGES: dict(
         messages=[None, [], [USER | {"content": [{"type": "image"}]}]], max_tokens=[None, 0],
@@ -413,7 +421,8 @@ def test_wrong_fields(scripted, path):
     (CHATS, {"messages": [USER | {"content": [{"type": "image_url"}]}]},
      "messages[0].content: must be a string, or a list of parts of the type text: only text"),
     (CHATS, {"messages": [USER | {"tool_calls": [1]}]}, "must be a list of calls of functions"),
-    (TEXTS, {"prompt": ["a", 1]}, "prompt: must be a string or a list of ids, or a list of at most 128"),
+    (TEXTS, {"prompt": ["a", 1]},
+     "prompt: must be a string or a list of ids, or a list of at most 128"),
     (TEXTS, {"prompt": "a", "logprobs": 21}, "logprobs: must be from 0 to 20, or true"),
 ])  # fmt: skip
 def test_what_a_field_must_be(path, fields, said):

@@ -357,7 +357,7 @@ def test_flags_that_are_not_given():
       for flag in ("-m=", "--host=", "--api-key=", "--alias=")),
     (serve.main, "--api-key \udcff", "--api-key: '\\udcff': must be UTF-8"),
     *((serve.main, f"--port {port}", f"{port}: must be from 0 to 65,535") for port in (-1, 65536)),
-    *((serve.main, f"--queue {size}", f"{size}: must be from 0 to 10,000") for size in (-1, 10_001)),
+    *((serve.main, f"--queue {n}", f"{n}: must be from 0 to 10,000") for n in (-1, 10_001)),
     (serve.main, "--temp -1", "--temp"),
     (serve.main, "-n 5", "unknown flag -n: did you mean -np?"),
     (run.main, "--lookup 2 --draft x", "--lookup and --draft both propose tokens; use one"),

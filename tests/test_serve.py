@@ -296,22 +296,24 @@ def test_serve_refusals(server):
     """In one line each; of fields that are wrong, talk/test_openai.py has a table."""
     too_long = r" 200\d tokens > 1023 maximum; it exceeds the available context size \(ctx_size\)$"
     turns = conversation("a", "b") * 100_000  # are not rendered, which takes long
+    no_system = [*FOX, {"role": "system", "content": "Be brief."}]
+    no_message = [{"role": "assistant", "content": " "}]
     for path, asked, status, code, said in (
-        *((path, {}, 404, "not_found", f"there is no {path} here") for path in ("/v1/embeddings", "/rerank")),
+        *((path, {}, 404, "not_found", f"there is no {path} here")
+          for path in ("/v1/embeddings", "/rerank")),
         *((TEXTS_AT, body, 400, "invalid", ".") for body in (
             b"", b"{", b"[]", b"5", b"\xff\xfe{}", b"{}", b'{"prompt": "a\\ud800"}', b"9" * 5000,
             b'{"prompt": ' + b"[" * 200_000, dict(prompt=[1, 99999]),
             *(dict(prompt="a", max_tokens=1) | wrong for wrong in (
                 dict(guided_regex="("), dict(grammar="root ::= ["), dict(guided_grammar="start: ["),
-                dict(grammar='root ::= "a"{1000000000}'),  # only the text tells that it is too complex
+                dict(grammar='root ::= "a"{1000000000}'),  # which only the text tells
             )),
         )),
         *((TEXTS_AT, dict(prompt=prompt), 400, "context_length_exceeded", too_long)
           for prompt in ("tale " * 2000, [1] * 2000)),
         (CHATS, dict(messages=turns), 400, "context_length_exceeded", "too long: at least "),
-        (CHATS, dict(messages=[*FOX, {"role": "system", "content": "Be brief."}]), 400, "invalid",
-         "no place for this system message"),
-        (CHATS, dict(messages=[{"role": "assistant", "content": " "}]), 400, "invalid", "no message to answer"),
+        (CHATS, dict(messages=no_system), 400, "invalid", "no place for this system message"),
+        (CHATS, dict(messages=no_message), 400, "invalid", "there is no message to answer"),
     ):  # fmt: skip
         got, _, answer = server.ask(path, asked)
         error = answer["error"]
