@@ -46,6 +46,11 @@ def transformers_model(args: argparse.Namespace, dtype: torch.dtype, device: tor
         family = "qwen2"
     if c.qk_norm:
         family = "qwen3"
+    of_experts = {}
+    if c.n_experts:
+        family = "qwen3_moe" if c.qk_norm else "mixtral"
+        of_experts = dict(num_experts=c.n_experts, num_experts_per_tok=c.experts_per_token)
+        of_experts |= dict(num_local_experts=c.n_experts, moe_intermediate_size=c.hidden_dim)
     config = AutoConfig.for_model(
         family,
         hidden_size=c.dim,
@@ -56,6 +61,7 @@ def transformers_model(args: argparse.Namespace, dtype: torch.dtype, device: tor
         head_dim=c.head_dim,
         vocab_size=c.vocab_size,
         max_position_embeddings=c.max_seq_len,
+        **of_experts,
     )
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()

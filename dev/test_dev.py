@@ -3,6 +3,7 @@
 import copy as copy_module
 import functools
 import json
+import math
 import os
 import re
 import signal
@@ -27,7 +28,7 @@ from dev import passes as dev_passes
 from dev import tune as tuner
 from figures import plot
 from fp8 import E4M3
-from loading.names import formats_of, layer_tensors, tensor_in
+from loading.names import formats_of, layer_tensors, model_parts, tensor_in
 from loading.random_model import random_weights
 from model import Llama
 from passes import Passes
@@ -103,6 +104,22 @@ def test_kernels_of_a_family(dev_cli, tmp_path, family, own):
     expected += [(op, 4, 7) for op in prompt]
     found = [(row["op"], row["tokens"], row["depth"]) for row in objects(out)]
     assert code == 0 and found == expected and "bound by: " in err, err
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+def test_random_experts_of_transformers(tmp_path, family):
+    """As many weights as ours, and as many experts of a token."""
+    sizes = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    sizes |= dict(intermediate_size=48, moe_intermediate_size=48, vocab_size=70)
+    config = getattr(transformers, f"{family}Config")(**sizes, num_experts_per_tok=2)
+    config.save_pretrained(tmp_path)
+    args = flags_of_bench("-t", 1, "-m", f"random:{tmp_path}/config.json:2")
+    ours = bench.open_model(args, "fp32", 16, "none")
+    theirs = compare.transformers_model(args, torch.float32, torch.device("cpu"))
+    assert theirs.num_parameters() == sum(
+        math.prod(part.shape(ours.config)) for part in model_parts(ours.config).values()
+    )
+    assert theirs.config.num_experts_per_tok == ours.config.experts_per_token == 2
 
 
 @pytest.mark.parametrize("experts", [dict(), dict(n_experts=4, experts_per_token=2)])
