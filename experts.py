@@ -328,9 +328,9 @@ def _library_logits(x: Tensor, layer: LayerWeights, pass_: Pass) -> Tensor:
     """The same by the library, for a prompt."""
     normed = products.rmsnorm(x, layer.ffn_norm, pass_.norm_eps)
     w = layer.router.data
-    if not x.is_cuda:
-        return functional.linear(normed.float(), w.float())
-    return torch.mm(normed, w.t(), out_dtype=torch.float32)
+    if x.is_cuda:
+        return torch.mm(normed, w.t(), out_dtype=torch.float32)
+    return functional.linear(normed.float(), w.float())  # where mm has no out_dtype
 
 
 # ---- their products
