@@ -946,7 +946,7 @@ MUTANTS = [
         "model.py",
         "keep[..., 0] = 1",
         "keep[..., 0] = config.rope_gain",
-        "families_equal and smollm",
+        "families_equal",
     ),
     Mutant("model.py", "q.mul_(q_scale)", "pass", "families_equal"),
     Mutant("loading/hub.py", "error = error.__cause__ or error", "pass", "refusals_are_one"),

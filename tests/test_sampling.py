@@ -300,19 +300,21 @@ def test_biases_and_penalties_of_each_text(feeds):
     begins = [0, 7, 3, 20]
     biases = torch.zeros(4, V)
     biases[1, 5], biases[2, 8] = 30.0, -100.0
-    pass_, logits, _ = texts_of([(1, 40), (2, 30), (1, 5), (1, 60)], V, settings, [[]] * 4, feeds)
-    expected = {}
-    for r, row in enumerate(pass_.rows.tolist()):
-        place, position = int(pass_.place[row]), int(pass_.position[row])
-        history = pass_.tokens[place - position : place + 1].cpu()
-        own = logits[r].cpu() + biases[r]
-        for token in range(V):
-            count = history[begins[r] :].tolist().count(token)
-            own[token] -= settings[r].frequency_penalty * count
-            own[token] -= settings[r].presence_penalty * (count > 0)
-        expected[place + 1] = sampling._choose_ref(own, history, settings[r])
-    for ops in (kernels.fused, kernels.reference):
-        pass_.sampler = sampler_of("fused", 4)
-        pass_.sampler.set(settings, biases=biases, begins=begins)
-        ops.sample(logits.clone(), pass_)
-        assert {place: int(pass_.drawn[place]) for place in expected} == expected
+    texts = [(1, 40), (2, 30), (1, 5), (1, 60)]
+    for _ in range(12):  # since a penalty changes few choices
+        pass_, logits, _ = texts_of(texts, V, settings, [[]] * 4, feeds)
+        expected = {}
+        for r, row in enumerate(pass_.rows.tolist()):
+            place, position = int(pass_.place[row]), int(pass_.position[row])
+            history = pass_.tokens[place - position : place + 1].cpu()
+            own = logits[r].cpu() + biases[r]
+            for token in range(V):
+                count = history[begins[r] :].tolist().count(token)
+                own[token] -= settings[r].frequency_penalty * count
+                own[token] -= settings[r].presence_penalty * (count > 0)
+            expected[place + 1] = sampling._choose_ref(own, history, settings[r])
+        for ops in (kernels.fused, kernels.reference):
+            pass_.sampler = sampler_of("fused", 4)
+            pass_.sampler.set(settings, biases=biases, begins=begins)
+            ops.sample(logits.clone(), pass_)
+            assert {place: int(pass_.drawn[place]) for place in expected} == expected
