@@ -299,7 +299,7 @@ def test_biases_and_penalties_of_each_text(feeds):
     settings = [Sampling(**own, seed=random.randrange(1 << 63)) for own in asked]
     begins = [0, 7, 3, 20]
     biases = torch.zeros(4, V)
-    biases[1, 5], biases[2, 8] = 30.0, -100.0
+    biases[0, 5], biases[2, 8] = 30.0, -100.0
     texts = [(1, 40), (2, 30), (1, 5), (1, 60)]
     for _ in range(12):  # since a penalty changes few choices
         pass_, logits, _ = texts_of(texts, V, settings, [[]] * 4, feeds)
@@ -307,6 +307,8 @@ def test_biases_and_penalties_of_each_text(feeds):
         for r, row in enumerate(pass_.rows.tolist()):
             place, position = int(pass_.place[row]), int(pass_.position[row])
             history = pass_.tokens[place - position : place + 1].cpu()
+            if r == 1:  # its first own token is chosen for having been there
+                logits[r, history[begins[r]]] = logits[r].max() - 1
             own = logits[r].cpu() + biases[r]
             for token in range(V):
                 count = history[begins[r] :].tolist().count(token)
