@@ -223,7 +223,8 @@ def texts_of(segments: list[tuple], V: int, settings: list[Sampling], masks: lis
     pass_.rows, pass_.feeds = torch.tensor(ends, device=DEVICE), feeds
     logits, expected = 3 * torch.randn(len(segments), V), {}
     for row, logit, own, mask in zip(ends, logits, settings, masks):
-        logit[random.sample(range(V), 5)] = 9.0  # equals, of which a greedy row takes the first
+        # the best have equals, of which a greedy row takes the first
+        logit[random.sample(range(V), 5)] = logit.max()
         place, position = int(pass_.place[row]), int(pass_.position[row])
         history = pass_.tokens[place - position : place + 1].cpu()
         logit = logit.clone()
@@ -236,7 +237,10 @@ MIXES = {
     "greedy": [dict(temp=0), dict(temp=0, repeat_penalty=1.3), dict(temp=0, top_k=0)],
     "candidates": [dict(temp=0), dict(top_k=5), dict(top_k=7, top_p=1.0, temp=3.0, min_p=0)],
     "drawn from all": [dict(temp=0), OFF, OFF | dict(temp=2.0, repeat_penalty=1.5)],
-    "sorted": [dict(temp=0), OFF | dict(temp=50.0), dict(top_k=0, top_p=0.7), dict(top_k=3)],
+    "sorted": [
+        dict(temp=0), OFF | dict(temp=50.0), dict(top_k=0, top_p=0.7), dict(top_k=3),
+        OFF | dict(top_k=30, temp=50.0),
+    ],
     "without top-p": [dict(top_k=0, top_p=1.0), dict(top_k=3, top_p=1.0), dict(top_k=2500, top_p=1.0)],
 }  # fmt: skip
 
