@@ -297,13 +297,13 @@ def test_biases_and_penalties_of_each_text(feeds):
     """Of tokens that the text has had; those of the prompt do not count."""
     V = 90
     asked = [
-        dict(presence_penalty=2.0), dict(frequency_penalty=-1.5, temp=0), dict(),
+        dict(presence_penalty=2.0, temp=0), dict(frequency_penalty=-1.5, temp=0), dict(),
         dict(presence_penalty=-2.0, frequency_penalty=1.5, repeat_penalty=1.2),
     ]  # fmt: skip
     settings = [Sampling(**own, seed=random.randrange(1 << 63)) for own in asked]
     begins = [0, 7, 3, 20]
     biases = torch.zeros(4, V)
-    biases[0, 5], biases[2, 8] = 30.0, -100.0
+    biases[2, 5], biases[2, 8] = 9.0, -100.0
     texts = [(1, 40), (2, 30), (1, 5), (1, 60)]
     for _ in range(12):  # since a penalty changes few choices
         pass_, logits, _ = texts_of(texts, V, settings, [[]] * 4, feeds)
@@ -311,8 +311,10 @@ def test_biases_and_penalties_of_each_text(feeds):
         for r, row in enumerate(pass_.rows.tolist()):
             place, position = int(pass_.place[row]), int(pass_.position[row])
             history = pass_.tokens[place - position : place + 1].cpu()
-            if r == 1:  # its first own token is chosen for having been there
-                logits[r, history[begins[r]]] = logits[r].max() - 1
+            # in the first text its first own token is passed over for having been there, in the
+            # second it is chosen for that
+            if r < 2:
+                logits[r, history[begins[r]]] = logits[r].max() + (1 if r == 0 else -1)
             own = logits[r].cpu() + biases[r]
             for token in range(V):
                 count = history[begins[r] :].tolist().count(token)
