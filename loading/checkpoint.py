@@ -187,10 +187,11 @@ def open_tokenizer(
     """The tokenizer of a folder or a GGUF file, whatever else is there. Raises OSError,
     ValueError."""
     path = Path(path)
+    there = Files(path)
     if file := hub.find_gguf(path):
         files = files_of(read_header(file), chat_template)
-    elif any(layout.is_at(Files(path)) for layout in LAYOUTS):
-        files = original_layout(Files(path)).tokenizer_files(chat_template)
+    elif any(layout.is_at(there) for layout in LAYOUTS):
+        files = original_layout(there).tokenizer_files(chat_template)
     else:
         files = files_in(path, chat_template)
     return Tokenizer(files, vocab_size, bos_id)
