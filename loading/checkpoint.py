@@ -48,7 +48,12 @@ import torch
 from loading import hub
 from loading.files import one_line_errors
 from loading.gguf import GgufFile, files_of, read_header
-from loading.hugging_face import HuggingFaceFolder, sampling_of, unsupported_settings
+from loading.hugging_face import (
+    HuggingFaceFolder,
+    original_type,
+    sampling_of,
+    unsupported_settings,
+)
 from loading.layouts import Files, Layout, nothing_in, tensors_for
 from loading.loader import Loader, llama_of
 from loading.meta import MetaFolder
@@ -187,13 +192,12 @@ def open_tokenizer(
     """The tokenizer of a folder or a GGUF file, whatever else is there. Raises OSError,
     ValueError."""
     path = Path(path)
-    there = Files(path)
     if file := hub.find_gguf(path):
         files = files_of(read_header(file), chat_template)
-    elif any(layout.is_at(there) for layout in LAYOUTS):
-        files = original_layout(there).tokenizer_files(chat_template)
     else:
-        files = files_in(path, chat_template)
+        there = Files(path)
+        model_type = original_type(there.fields("config.json"))
+        files = files_in(path, chat_template, model_type, MetaFolder.is_at(there))
     return Tokenizer(files, vocab_size, bos_id)
 
 

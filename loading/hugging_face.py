@@ -69,7 +69,7 @@ class HuggingFaceFolder(Folder):
         f = Fields(self.path / "config.json")
         if f.get("model_type") == SAVED_TYPE:
             f["model_type"] = f.get(ORIGINAL_TYPE)
-        self.model_type = f.get("model_type", "llama")
+        self.model_type = original_type(f)
         self.config_json = text_config(f, self.notes)
         self.family = family_of(self.config_json)
         self.packing = packing_of(self.config_json)
@@ -130,6 +130,11 @@ class HuggingFaceFolder(Folder):
         if name in found:
             return floats(name, shape, found, head_dim)
         return None
+
+
+def original_type(f: Fields) -> str:
+    """transformers' name for the models of a config.json, also of one that --save wrote."""
+    return f.get(ORIGINAL_TYPE, f.get("model_type", "llama"))
 
 
 def text_config(f: Fields, notes: list[str]) -> Fields:

@@ -20,8 +20,8 @@ def files_in(
     model_type: str = "llama",
     or_above: bool = False,
 ) -> TokenizerFiles:
-    """chat_template: a name or a file, instead of the folder's own. model_type: transformers' name for
-    such models. or_above: see tokenizer_file. Raises OSError, ValueError."""
+    """chat_template: a name or a file, instead of the folder's own. model_type: transformers' name
+    for such models. or_above: see tokenizer_file. Raises OSError, ValueError."""
 
     def read(name: str) -> dict:
         file = folder / name
@@ -64,9 +64,9 @@ def with_template(path: Path, chat_template: str | None, config: dict, **files) 
 
 
 def tokenizer_file(folder: Path, or_above: bool = False) -> Path:
-    """tokenizer.json or tokenizer.model of a folder, in transformers' order, or vocab.json, which has
-    merges.txt beside it. or_above: tokenizer.model may lie in the folder's parent instead. Raises
-    OSError, ValueError."""
+    """tokenizer.json or tokenizer.model of a folder, in transformers' order, or vocab.json, which
+    has merges.txt beside it. or_above: tokenizer.model may lie in the folder's parent instead.
+    Raises OSError, ValueError."""
     whole = folder / "tokenizer.json"
     files = [folder / "tokenizer.model"]
     if or_above:

@@ -306,6 +306,8 @@ def test_candidates_for_a_vocabulary(tmp_path):
             (folder / "tokenizer.model").write_bytes(raw)
         for text in TEXT, "  x\n":
             assert open_tokenizer(folder).encode(text) == own.encode(text).ids
+    (folder / "config.json").write_text('{"model_type": "bert"}')  # which no model needs here
+    assert open_tokenizer(folder).encode(TEXT) == own.encode(TEXT).ids
     (folder / "config.json").write_text('{"model_type": "llama"}')
     with changed_json(folder / "tokenizer.json") as raw:
         raw["model"] |= dict(byte_fallback=False, fuse_unk=False)  # which old files do not say
