@@ -928,6 +928,7 @@ MUTANTS = [
     ),
     # one of two paths
     Mutant("experts.py", "(logits, layer.router_gain,", "(logits, 1.0,", "moves_and_the_router"),
+    Mutant("experts.py", "(x + 0.0).to(", "x.to(", "either_sign"),
     Mutant(
         "experts.py", "pass_.norm_eps, layer.router_gain)", "pass_.norm_eps, 1.0)", "the_router"
     ),

@@ -50,7 +50,7 @@ def test_openai_chats(scripted, openai_client):  # noqa: F811
         final = stream.get_final_completion().choices[0]
     for choice in whole, final:
         [call] = choice.message.tool_calls
-        assert call.function.name == "get_weather"
+        assert choice.message.content == "I look." and call.function.name == "get_weather"
         assert json.loads(call.function.arguments) == {"city": "Łódź"}
     parsed = openai_client.chat.completions.parse(model="tiny", **ASKED, response_format=City)
     assert isinstance(parsed.choices[0].message.parsed, City)

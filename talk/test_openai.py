@@ -361,6 +361,7 @@ WRONG_FIELDS = dict(  # of chats as of texts
     samplers=[["temperature", "penalties", "top_k", "top_p", "min_p"], 5, {}],
     **{name: [3, "x", [{}], {"x": 1}] for name in UNSUPPORTED},
 )  # fmt: skip
+ONE_IS_NEUTRAL = "best_of", "typical_p"  # true is 1 in Python, but not in JSON
 NO_TOOLS = [
     {}, {"type": "custom"}, TOOL | {"function": {"name": 5}},
     TOOL | {"function": {"name": "a", "parameters": 5}},
@@ -380,10 +381,9 @@ WRONG = {  # values that are refused, by path and field
         tools=[5, *([tool] for tool in NO_TOOLS)],
         messages=[None, [], "x", {}, *([USER, message] for message in NO_MESSAGES)],
     ),
-    TEXTS: WRONG_FIELDS | dict(
+    TEXTS: WRONG_FIELDS | {name: [*WRONG_FIELDS[name], True] for name in ONE_IS_NEUTRAL} | dict(
         logprobs=["x", 21, -1], echo=[1],
         prompt=[None, 5, [], ["a", 1], ["a"] * 129, [[]], [1.5], {}, [True]],
-        best_of=[True], typical_p=[True],  # which is 1 in Python, but not in JSON
     ),
     RESPONSES: dict(
         input=[None, 5, [], *([item] for item in NO_ITEMS)],
@@ -415,6 +415,8 @@ def test_wrong_fields(scripted, path):
             where = rf"{name_said}(\[\d+\](\.\w+)?)?"
             assert (error.status_code, error.code) == (400, "invalid"), (name, value)
             assert re.fullmatch(where, error.param) and name_said in error.detail, (name, value)
+            if name == "messages" and value and value[0] == USER and len(value) > 1:
+                assert error.param.startswith("messages[1]"), value
 
 
 @pytest.mark.parametrize("path, fields, said", [

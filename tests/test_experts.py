@@ -15,6 +15,7 @@ from bits.int4 import INT4
 from cards import sizes as launch_sizes
 from formats import Matrix
 from fp8 import E4M3, E4M3_NATIVE, E5M2
+from launch import launch
 from tests.helpers import (
     DEVICE,
     INF,
@@ -177,3 +178,12 @@ def test_experts_that_tie_or_are_not_finite(ops, T):
         if norm_topk:
             shares /= shares.sum()
         assert routes.weights[T // 2].cpu().allclose(shares, rtol=1e-3, equal_nan=True), logits
+
+
+def test_zeros_of_either_sign_tie():
+    logits = torch.tensor([[-1, -0.0, 0.0, -2, -3]], device=DEVICE)
+    ids = torch.empty(1, 2, dtype=torch.int32, device=DEVICE)
+    weights = torch.empty(1, 2, device=DEVICE)
+    sizes = experts._sizes_of_pick(5, pass_of_experts(2), experts.PICKED)
+    launch(experts._pick_kernel, (1,), DEVICE, logits, 1.0, ids, weights, 1, **sizes)
+    assert ids.tolist() == [[1, 2]] and weights.tolist() == [[0.5, 0.5]]

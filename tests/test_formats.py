@@ -259,7 +259,7 @@ def test_groups_are_as_many_as_their_tensors_say(form):
     widths = [columns for _, (_, columns) in form.shapes(4, 1024).values()]
     if form is others.Q6_K:
         assert form.groups is None and widths == [128, 64, 32, 4, 1]
-    elif form.groups is not None:
+    elif form.groups is not None:  # without, the kernels that all formats share need to know none
         assert widths[1 : 1 + len(form.groups)] == [1024 // group for group in form.groups]
         assert len(widths) - 1 - len(form.groups) == (form.gain is not None)
 
