@@ -49,6 +49,7 @@ FEW_ROUTED = 8  # up to so many tokens, one kernel does all that a router does
 MOST_ROUTED = 128  # beyond, the library computes the logits
 PICKED = 4  # tokens of a program of _pick_kernel, for more
 LOWEST = constexpr(torch.finfo(torch.float32).min)
+TAKEN = constexpr(-(2**31))  # below all logits, as integers in their order
 
 
 class Routes(NamedTuple):
@@ -86,7 +87,7 @@ def route_ref(x: Tensor, layer: LayerWeights, pass_: Pass) -> Routes | None:
 
 @jit
 def _in_order(x):
-    """Floats as integers in the same order: one instruction finds the largest of a warp's."""
+    """Floats as integers in the same order, of which one instruction finds a warp's largest."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0, which it equals
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -102,8 +103,8 @@ def _pick(
     logits, gain, ids, weights, t, T, E: tl.constexpr, SLOTS: tl.constexpr,
     NORM_TOPK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """The experts of tokens t [TOKENS], found one after the other, and their weights. The logits are
-    multiplied by `gain`. Returns the ids [TOKENS, BLOCK_S], E where there is no slot."""
+    """The experts of tokens t [TOKENS], found one after the other, and their weights. The logits
+    are multiplied by `gain`. Returns the ids [TOKENS, BLOCK_S], E where there is no slot."""
     offs = tl.arange(0, BLOCK)[None, :]
     slots = tl.arange(0, BLOCK_S)[None, :]
     own = (t < T)[:, None]
@@ -112,13 +113,13 @@ def _pick(
     logit *= gain
     logit = tl.where(logit == logit, logit, float("-inf"))  # NaN beats no number
     peak = tl.max(logit, 1)
-    left = tl.where(offs < E, _in_order(tl.maximum(logit, LOWEST)), -(2**31))
+    left = tl.where(offs < E, _in_order(tl.maximum(logit, LOWEST)), TAKEN)
     chosen = tl.full([t.shape[0], BLOCK_S], E, tl.int32)
     shares = tl.full([t.shape[0], BLOCK_S], 0.0, tl.float32)
     for slot in tl.static_range(SLOTS):
         best = tl.max(left, 1)
         expert = tl.min(tl.where(left == best[:, None], offs, BLOCK), 1)  # of equal ones the first
-        left = tl.where(offs == expert[:, None], -(2**31), left)
+        left = tl.where(offs == expert[:, None], TAKEN, left)
         chosen = tl.where(own & (slots == slot), expert[:, None], chosen)
         shares = tl.where(slots == slot, tl.exp(_from_order(best) - peak)[:, None], shares)
     total = tl.sum(shares, 1) if NORM_TOPK else tl.sum(tl.exp(logit - peak[:, None]), 1)
@@ -172,8 +173,8 @@ def _route_kernel(
             _sort(chosen, order, counts, E, SLOTS, BLOCK_E)
 
 
-# More tokens: their logits by tensor cores, for a prompt by the library, then programs for a few tokens
-# each, then one for each expert.
+# More tokens: their logits by tensor cores, for a prompt by the library, then programs for a few
+# tokens each, then one for each expert.
 
 
 @jit
@@ -310,6 +311,7 @@ def _route_many(x: Tensor, layer: LayerWeights, pass_: Pass, routes: Routes) -> 
 
 
 def _logits(x: Tensor, layer: LayerWeights, pass_: Pass) -> Tensor:
+    """The logits [T, E] of up to MOST_ROUTED tokens, before router_gain."""
     T, C = x.shape
     E = layer.router.rows
     logits = x.new_empty(T, E, dtype=torch.float32)
@@ -325,7 +327,7 @@ def _logits(x: Tensor, layer: LayerWeights, pass_: Pass) -> Tensor:
 
 
 def _library_logits(x: Tensor, layer: LayerWeights, pass_: Pass) -> Tensor:
-    """The same by the library, for a prompt."""
+    """The logits of more tokens, by the library."""
     normed = products.rmsnorm(x, layer.ffn_norm, pass_.norm_eps)
     w = layer.router.data
     if x.is_cuda:

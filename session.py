@@ -490,8 +490,8 @@ class Conversation:
         return []
 
     def check_first(self, message: str, system: list[Message], name: str) -> None:
-        """Raise ValueError, which names what is too long, if after a system prompt and a first message the
-        context has no room for an answer."""
+        """Raise ValueError, naming what is too long, if a first message after this system prompt
+        leaves no room for an answer."""
         size = self.session.ctx_size
         length = len(self.session.render([*system, {"role": "user", "content": message}]).ids)
         if length >= size:
