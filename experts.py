@@ -31,8 +31,10 @@ from launch import (
     EMULATED,
     capability,
     constexpr,
+    from_order,
     gdc_launch_dependents,
     gdc_wait,
+    in_order,
     is_last,
     jit,
     launch,
@@ -49,7 +51,7 @@ FEW_ROUTED = 8  # up to so many tokens, one kernel does all that a router does
 MOST_ROUTED = 128  # beyond, the library computes the logits
 PICKED = 4  # tokens of a program of _pick_kernel, for more
 LOWEST = constexpr(torch.finfo(torch.float32).min)
-TAKEN = constexpr(-(2**31))  # below all logits, as integers in their order
+TAKEN = constexpr(-(2**31))  # below in_order of every logit
 
 
 class Routes(NamedTuple):
@@ -86,19 +88,6 @@ def route_ref(x: Tensor, layer: LayerWeights, pass_: Pass) -> Routes | None:
 
 
 @jit
-def _in_order(x):
-    """Floats as integers in the same order, of which one instruction finds a warp's largest."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0, which it equals
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@jit
-def _from_order(bits):
-    """The floats that _in_order was given."""
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@jit
 def _pick(
     logits, gain, ids, weights, t, T, E: tl.constexpr, SLOTS: tl.constexpr,
     NORM_TOPK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -113,7 +102,8 @@ def _pick(
     logit *= gain
     logit = tl.where(logit == logit, logit, float("-inf"))  # NaN beats no number
     peak = tl.max(logit, 1)
-    left = tl.where(offs < E, _in_order(tl.maximum(logit, LOWEST)), TAKEN)
+    # Integers, since one instruction finds the largest of a warp's
+    left = tl.where(offs < E, in_order(tl.maximum(logit, LOWEST)), TAKEN)
     chosen = tl.full([t.shape[0], BLOCK_S], E, tl.int32)
     shares = tl.full([t.shape[0], BLOCK_S], 0.0, tl.float32)
     for slot in tl.static_range(SLOTS):
@@ -121,7 +111,7 @@ def _pick(
         expert = tl.min(tl.where(left == best[:, None], offs, BLOCK), 1)  # of equal ones the first
         left = tl.where(offs == expert[:, None], TAKEN, left)
         chosen = tl.where(own & (slots == slot), expert[:, None], chosen)
-        shares = tl.where(slots == slot, tl.exp(_from_order(best) - peak)[:, None], shares)
+        shares = tl.where(slots == slot, tl.exp(from_order(best) - peak)[:, None], shares)
     total = tl.sum(shares, 1) if NORM_TOPK else tl.sum(tl.exp(logit - peak[:, None]), 1)
     places = t[:, None] * SLOTS + slots
     tl.store(ids + places, chosen, mask=own & (slots < SLOTS))
@@ -320,8 +310,9 @@ def _logits(x: Tensor, layer: LayerWeights, pass_: Pass) -> Tensor:
     most = 4096 if capability(x.device) in (90, 100) else 2048
     block = max(16, min(most // layer.router.data.element_size(), triton.next_power_of_2(C)))
     warps = max(1, min(8, block // 128))
-    sizes = dict(E=E, C=C, ROWS=8, PARTS=warps, BLOCK=block)
-    grid = (triton.cdiv(T, 16), triton.cdiv(E, 8))
+    rows = 8
+    sizes = dict(E=E, C=C, ROWS=rows, PARTS=warps, BLOCK=block)
+    grid = (triton.cdiv(T, 16), triton.cdiv(E, rows))
     launch(_logits_kernel, grid, x.device, *args, **sizes, warps=warps)
     return logits
 
@@ -332,7 +323,7 @@ def _library_logits(x: Tensor, layer: LayerWeights, pass_: Pass) -> Tensor:
     w = layer.router.data
     if x.is_cuda:
         return torch.mm(normed, w.t(), out_dtype=torch.float32)
-    return functional.linear(normed.float(), w.float())  # where mm has no out_dtype
+    return functional.linear(normed.float(), w.float())  # on a CPU, mm has no out_dtype
 
 
 # ---- their products

@@ -233,6 +233,20 @@ def saturated(x, FP16_SUMS: tl.constexpr):
 
 
 @jit
+def in_order(x):
+    """Floats as int32 that order like them, with -0.0 as 0.0."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@jit
+def from_order(rank):
+    """The floats of in_order."""
+    bits = rank ^ ((rank >> 31) & 0x7FFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@jit
 def barrier():
     """Wait for the other threads of the program."""
     tl.debug_barrier()

@@ -41,6 +41,7 @@ from launch import (
     constexpr,
     gdc_launch_dependents,
     gdc_wait,
+    in_order,
     is_last,
     jit,
     launch,
@@ -307,8 +308,7 @@ def _gumbel(seed, position, ids):
 def _best_of(scores, ids, mask):
     """The highest score and its token, the first of equals, as one number that orders like the
     scores; its lowest 31 bits are LAST_ID minus the token. 0 where the mask is off."""
-    bits = (scores + 0.0).to(tl.int32, bitcast=True)  # -0.0 as 0.0
-    rank = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + (1 << 31)
+    rank = in_order(scores).to(tl.int64) + (1 << 31)
     return tl.max(tl.where(mask, (rank << 31) + (LAST_ID - ids), 0), 0)
 
 

@@ -185,7 +185,7 @@ MUTANTS = [
     Mutant(
         "sampling.py", '(l != l) | (tl.abs(l) == float("inf"))', "(l != l)", "logits_not_finite"
     ),
-    Mutant("sampling.py", "bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits", "scores_are_negative"),
+    Mutant("launch.py", "bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits", "scores_are_negative"),
     Mutant(
         "sampling.py",
         "tl.where(noise > 0, _gumbel",
@@ -928,7 +928,7 @@ MUTANTS = [
     ),
     # one of two paths
     Mutant("experts.py", "(logits, layer.router_gain,", "(logits, 1.0,", "moves_and_the_router"),
-    Mutant("experts.py", "(x + 0.0).to(", "x.to(", "either_sign"),
+    Mutant("launch.py", "(x + 0.0).to(", "x.to(", "either_sign"),
     Mutant(
         "experts.py", "pass_.norm_eps, layer.router_gain)", "pass_.norm_eps, 1.0)", "the_router"
     ),
