@@ -67,9 +67,9 @@ class HuggingFaceFolder(Folder):
     def __init__(self, files: Files):
         super().__init__(files)
         f = Fields(self.path / "config.json")
-        if f.get("model_type") == SAVED_TYPE:
-            f["model_type"] = f.get(ORIGINAL_TYPE)
         self.model_type = original_type(f)
+        if f.get("model_type") == SAVED_TYPE:
+            f["model_type"] = self.model_type
         self.config_json = text_config(f, self.notes)
         self.family = family_of(self.config_json)
         self.packing = packing_of(self.config_json)
