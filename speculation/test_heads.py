@@ -30,6 +30,7 @@ from tests.helpers import (
     RAMP,
     SEED,
     assert_refused,
+    changed_json,
     decode_in_graphs,
     edit,
     exact_model,
@@ -517,10 +518,6 @@ HOSTILE = {  # of d2t, the eighth offset is changed
     "layers that are none": (spoil_config(eagle_aux_hidden_state_layer_ids=[1, "2", 3]), "[1, '2', 3]"),
     "layers beyond": (spoil_config(eagle_aux_hidden_state_layer_ids=[1, 2, LAYERS]), f"of {LAYERS}"),
     "another vocabulary": (spoil_config(vocab_size=V + 1), f"vocab_size is {V + 1}, not {V}"),
-    "another family": (
-        spoil_config(speculators_config={"verifier": {"architectures": ["Qwen3ForCausalLM"]}}),
-        "architectures is ['Qwen3ForCausalLM'], not ['LlamaForCausalLM']",
-    ),
     "another width": (spoil_config(target_hidden_size=48), "hidden_size is 48, not 64"),
     "no weights": (lambda head: (head / "model.safetensors").unlink(), "no weights"),
 }  # fmt: skip
@@ -543,6 +540,16 @@ def test_a_head_for_which_there_is_no_room(exact, tmp_path, monkeypatch):
     monkeypatch.setattr("speculation.head_file.free_memory", lambda _: 1000)
     with pytest.raises(MemoryError, match=r"the head .*head takes 0.00 GB, but cpu has 0.00 GB"):
         with_head(exact, head)
+
+
+def test_a_head_of_another_family(target, tmp_path):
+    head = speculators_head(tmp_path / "head")
+    with changed_json(head / "config.json") as config:
+        config["speculators_config"]["verifier"]["architectures"] = ["Qwen3ForCausalLM"]
+    with pytest.raises(ValueError) as refused:
+        HeadFile(head, target[0], read_config(target[0]))
+    message = str(refused.value)
+    assert all(part in message for part in (str(head), str(target[0]), "Qwen3", "Llama")), message
 
 
 # ---- on the hub

@@ -54,12 +54,6 @@ def test_openai_chats(scripted, openai_client):  # noqa: F811
         assert json.loads(call.function.arguments) == {"city": "Łódź"}
     parsed = openai_client.chat.completions.parse(model="tiny", **ASKED, response_format=City)
     assert isinstance(parsed.choices[0].message.parsed, City)
-    scored = openai_client.chat.completions.create(**asks, logprobs=True, top_logprobs=2)
-    [first, *_] = scored.choices[0].logprobs.content
-    assert len(first.top_logprobs) == 2
-    openai = pytest.importorskip("openai")
-    with pytest.raises(openai.BadRequestError, match="best_of must be absent or 1"):
-        openai_client.chat.completions.create(**asks, extra_body={"best_of": 2})
 
 
 FLAT = {"type": "function", "name": "get_weather", "parameters": PARAMETERS}

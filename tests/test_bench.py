@@ -220,12 +220,14 @@ def test_bench_perplexity_without_a_bos(bench_cli, copy, tmp_path):
         edit(copy / name, bos_token_id=None)
     ids = open_tokenizer(copy).encode(TEXT)
     (tmp_path / "text").write_text(TEXT)
+    (tmp_path / "two").write_text(open_tokenizer(copy).decode(ids[:2]))
     flags = ("-m", copy, "--device", "cpu", "-o", "json", "--perplexity")
     (row,) = rows_of(bench_cli(*flags, tmp_path / "text"))
     logits = logits_of(load(copy, device="cpu"), ids)[:-1]
     loss = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]))
     assert row["tokens"] == len(ids) - 1
     assert row["perplexity"] == pytest.approx(float(loss.exp()), rel=1e-4)
+    assert_refused(bench_cli(*flags, tmp_path / "two"), "has 1 tokens to predict")
 
 
 def test_bench_threads(bench_cli, tiny, request):
@@ -256,6 +258,7 @@ def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path):
     for arguments, text in (
         (["-m", "random:9b"], "the shapes are 1.1b, 7b"),
         (["-m", "random:7b:0"], "'0' is not a number of layers"),
+        (["-m", "nowhere"], "no file or folder nowhere here"),
         (["-m", tiny, "--perplexity", tmp_path / "bad"], "not UTF-8: byte 0xff at offset 2"),
         (["-m", tiny, "--perplexity", tmp_path / "none"], "none"),
         (["-m", tiny, "--perplexity", tmp_path / "one"], few),

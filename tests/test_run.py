@@ -227,6 +227,7 @@ def test_jsonl_says_why_a_text_ended(cli, tiny):
     assert code == 0 and err == "" and whole["ended_by"] == "length" and whole["new_tokens"] == 12
     assert whole["prompt"] == "Once"
     assert whole["prompt_tokens"] == whole["evaluated_tokens"] == length
+    assert whole["tokens_per_s"] == 11 / whole["generation_seconds"]
     assert whole["text"] + "\n" == cli(*flags, "-n", 12, "-o", "text", "--no-display-prompt")[1]
     stops = ("--stop", whole["text"][4:7], "--stop", "\0")
     assert text_of("-n", 12, *stops)["ended_by"] == "stop"
@@ -391,6 +392,7 @@ def test_wrong_usage_exits_2_in_one_line(monkeypatch, capfd, main, flags, said):
     (["-f", "nofile"], b"", "nofile"),
     (["-f", ""], b"", "No such file"),
     (["-p", "-"], b"abc\xff", "standard input is not UTF-8: byte 0xff at offset 3"),
+    (["-p", "Once upon a time there was a fox", "-c", "4"], b"", "tokens > 3 maximum"),
     (["-p", "a", "--device", "tpu"], b"", "unknown device 'tpu'"),
     (["-p", "a", "--accumulate", "fp16"], b"", "accumulate fp16 needs a GPU"),
     (["-p", "a", "--int4"], b"", "w2 has 112 columns; int4 needs a multiple of 32"),
@@ -432,10 +434,13 @@ def test_names_of_ollama(cli, tmp_path, monkeypatch):
         assert "Ollama" not in cli("-m", name, "-p", "a")[2]
 
 
-def test_errors_with_their_traceback(cli, tmp_path):
+def test_errors_with_and_without_their_traceback(cli, tiny, tmp_path, monkeypatch):
     code, out, err = cli("-m", tmp_path, "-p", "a", "--debug")
     assert code == 1 and out == "" and err.startswith("Traceback")
     assert re.search(r"\nFileNotFoundError: .+\n$", err)
+    monkeypatch.setattr("loading.place.free_memory", lambda device: 1_000_000)
+    said = ("weights", "cache of 256 tokens", "a ctx_size of at most ")
+    assert_refused(cli("-m", tiny, "-p", "a"), *said)
 
 
 @pytest.mark.parametrize("script", ["run.py", "bench.py"])

@@ -114,6 +114,8 @@ def test_serve_logprobs(server):
     told = server.complete(**plain, logprobs=1)["logprobs"]
     text = server.complete(**plain)["text"]
     assert len(told["tokens"]) == 12 and list(map(max, told["top_logprobs"])) == told["tokens"]
+    for token, offset in zip(told["tokens"], told["text_offset"]):
+        assert text[offset:].startswith(token)
     streamed = server.stream(TEXTS_AT, prompt="Once upon a time", logprobs=1, **plain)
     seen = [chunk["choices"][0]["logprobs"]["token_logprobs"][0] for chunk in streamed[:-1]]
     assert seen == pytest.approx(told["token_logprobs"], abs=0.1), "in bf16"
@@ -200,6 +202,13 @@ def test_serve_what_the_text_has_to_be(server):
     for answer, content in (text, text["text"]), (said, said["message"]["content"]):
         assert json.loads(content) in ({"a": 1}, {"a": "</s>"})
         assert answer["finish_reason"] == "stop"
+    for fields, pattern in (
+        (dict(guided_regex=r"\d/[xy]"), r"\d/[xy]"), (dict(guided_choice=["no", "yes"]), "no|yes"),
+        (dict(guided_grammar='start: "a" /b{1,3}/ "c"'), "ab{1,3}c"),
+        (dict(grammar='root ::= "x" | "y"'), "x|y"),
+        (dict(response_format={"type": "json_object"}), r"\{.*"),
+    ):  # fmt: skip
+        assert re.fullmatch(pattern, server.complete(**fields)["text"], re.DOTALL), fields
     for choice in "required", {"type": "function", "function": {"name": "send"}}:
         fields = dict(tools=[TOOL], tool_choice=choice, temperature=2, max_tokens=99)
         answer = server.chat(**fields)
@@ -298,6 +307,7 @@ def test_serve_refusals(server):
     turns = conversation("a", "b") * 100_000  # are not rendered, which takes long
     no_system = [*FOX, {"role": "system", "content": "Be brief."}]
     no_message = [{"role": "assistant", "content": " "}]
+    plain = server.chat()["message"]
     for path, asked, status, code, said in (
         *((path, {}, 404, "not_found", f"there is no {path} here")
           for path in ("/v1/embeddings", "/rerank")),
@@ -306,16 +316,24 @@ def test_serve_refusals(server):
             b'{"prompt": ' + b"[" * 200_000, dict(prompt=[1, 99999]),
             *(dict(prompt="a", max_tokens=1) | wrong for wrong in (
                 dict(guided_regex="("), dict(grammar="root ::= ["), dict(guided_grammar="start: ["),
-                dict(grammar='root ::= "a"{1000000000}'),  # which only the text tells
+                dict(grammar='root ::= "a"{1000000000}'), dict(guided_choice=[]),
+                dict(guided_json={"type": "x"}), dict(guided_json="{"), dict(guided_json={"not": {}}),
+                dict(guided_json={"$ref": "http://127.0.0.1:1/"}),
+                dict(guided_json={"enum": ["x" * 300_000]}),
+                dict(guided_json={}, guided_regex="a"),
+                dict(logit_bias={"4096": 1}), dict(stop_token_ids=[4096]),
             )),
         )),
         *((TEXTS_AT, dict(prompt=prompt), 400, "context_length_exceeded", too_long)
           for prompt in ("tale " * 2000, [1] * 2000)),
+        ("/infill", dict(input_prefix="a", input_suffix="b"), 400, "invalid", "no marks"),
         (CHATS, dict(messages=turns), 400, "context_length_exceeded", "too long: at least "),
         (CHATS, dict(messages=no_system), 400, "invalid", "no place for this system message"),
         (CHATS, dict(messages=no_message), 400, "invalid", "there is no message to answer"),
     ):  # fmt: skip
+        start = time.monotonic()
         got, _, answer = server.ask(path, asked)
+        assert time.monotonic() - start < 5
         error = answer["error"]
         assert (got, error["code"]) == (status, code), error
         assert re.search(said, error["message"]) and "\n" not in error["message"]
@@ -323,6 +341,7 @@ def test_serve_refusals(server):
     said = "stop: must be a string, or a list of at most 1024 strings"
     about = dict(message=said, type="invalid_request_error", code="invalid", param="stop")
     assert error == {"error": about, "type": "error"}
+    assert server.chat()["message"] == plain
 
 
 def test_serve_large_bodies(server):
@@ -718,3 +737,18 @@ def test_serve_on_several_ranks():
         assert ranks.chat(temperature=1)["message"]["content"]
         ranks.process.send_signal(signal.SIGINT)  # torchrun ends its ranks, where a kill would not
         ranks.process.wait(PATIENCE)
+
+
+def test_serve_as_the_openai_package_asks(server):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any")
+    asks = dict(model="tales", messages=FOX, max_tokens=12, temperature=0)
+    assert [model.id for model in client.models.list()] == ["tales"]
+    assert client.models.retrieve("tales").id == "tales"
+    whole = client.chat.completions.create(**asks, logprobs=True, top_logprobs=2).choices[0]
+    assert whole.logprobs.content[0].top_logprobs[0].token == whole.logprobs.content[0].token
+    chunks = client.chat.completions.create(**asks, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.message.content
+    with pytest.raises(openai.BadRequestError, match="best_of must be absent or 1"):
+        client.chat.completions.create(**asks, extra_body={"best_of": 2})
