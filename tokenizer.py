@@ -267,7 +267,10 @@ def added_tokens(files: TokenizerFiles, vocab_size: int | None) -> dict[int, dic
             special = bool(Vocabulary.MARK.fullmatch(text))
             listed.append({"id": i, "content": text, "special": special})
     if isinstance(files.vocabulary, dict):
-        listed += files.vocabulary.get("added_tokens") or []
+        own = files.vocabulary.get("added_tokens") or []
+        if not isinstance(own, list) or not all(isinstance(token, dict) for token in own):
+            raise ValueError(f"{files.file} is not a valid tokenizer: added_tokens must be objects")
+        listed += own
     elif not decoder:
         listed += files.beside
     for i, token in decoder.items():
@@ -347,8 +350,6 @@ class TokenizerJson(Vocabulary):
         import tokenizers
 
         with panics_are_errors(f"{file} is not a valid tokenizer"):
-            if not all(isinstance(token, dict) for token in raw.get("added_tokens") or []):
-                raise TypeError("added_tokens must be objects")
             vocab = raw["model"]["vocab"]
             if isinstance(vocab, list):  # of Unigram: pieces and their scores
                 vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
