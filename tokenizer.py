@@ -664,10 +664,11 @@ class Tokenizer:
             raise ValueError("the chat template has no place for this system message")
 
     def _written(self, given: dict, add_generation_prompt: bool) -> str:
-        """What the template makes of the variables that it is given."""
+        """What the template makes of the variables that it is given. Raises ValueError where it fails
+        or writes no text."""
         template = self.tool_template if given["tools"] else self.chat_template
         known = dict(add_generation_prompt=add_generation_prompt, documents=None, **self.named)
-        return render(template, **given | known)
+        return _checked(render(template, **given | known))
 
     def _render(
         self,
@@ -685,7 +686,7 @@ class Tokenizer:
         template writes around the message. None stands in a token or after it, since templates look
         for "</think>" and strip what follows."""
         given = {**(variables or {}), "messages": messages, "tools": tools or None}
-        used = {*self.chat_template, *self.tool_template, *_checked("".join(strings_in(given)))}
+        used = {*self.chat_template, *self.tool_template, *"".join(strings_in(given))}
         private = map(chr, range(0x10FFFD, 0xFFFFF, -1))  # plane 16, for private use
         unused = [*islice((c for c in private if c not in used), 2)]
         if len(unused) < 2:
