@@ -39,7 +39,7 @@ def json_value(schema: dict | bool | str) -> str:
         if schema is True:
             schema = {}
         if not isinstance(schema, dict):
-            raise ValueError("it must be an object of JSON")
+            raise ValueError("it must be a JSON object")
         text = json.dumps(schema)
         checked_size(text)
         schema = settled(schema)

@@ -127,7 +127,7 @@ class Writer:
             text = self.tokenizer.decode(prompt)
         check_prompt(prompt, self.vocab_size)
         check_room(len(prompt), self.ctx_size - (n != 0))
-        self._check_ids([*(logit_bias or ()), *stop_token_ids])
+        self.check_ids([*(logit_bias or ()), *stop_token_ids])
         if logit_bias:
             if wrong := [bias for bias in logit_bias.values() if not bias < math.inf]:
                 raise ValueError(f"logit_bias has {wrong[0]}; it must have numbers below inf")
@@ -172,7 +172,8 @@ class Writer:
             ends, _ = self.tokenizer.turn_ends()
         return Grammars(self.tokenizer, self.vocab_size, self.eos | ends)
 
-    def _check_ids(self, ids: Collection[int]) -> None:
+    def check_ids(self, ids: Collection[int]) -> None:
+        """Raise ValueError for an id of which the model has no token."""
         V = self.vocab_size
         if wrong := [id for id in ids if not 0 <= id < V]:
             raise ValueError(f"there is no token {wrong[0]}; the model's are 0 .. {V - 1}")

@@ -28,6 +28,7 @@ from talk.cli import (
     add_template_flag,
     ending_cleanly,
     exit_code,
+    first_empty,
     import_torch,
     model_contradiction,
     note,
@@ -144,8 +145,8 @@ def mode_of(args: argparse.Namespace) -> str:
 
 def contradiction(args: argparse.Namespace) -> str | None:
     """What is wrong with flags that are right one by one. Returns None if nothing is."""
-    if "" in (args.model, args.save):
-        return "-m or --save is empty"
+    if empty := first_empty(args, "model", "save"):
+        return empty
     if args.prompt is not None and args.file is not None:
         return "--prompt and --file both give a prompt; use one"
     if args.save is not None and not args.format:

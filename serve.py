@@ -94,12 +94,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add = parser.group("server")
     # fmt: off
     add("--host", default="127.0.0.1", metavar="ADDRESS",
-        help="where to listen; 0.0.0.0: on all networks; ::: also those of IPv6")
+        help="where to listen; 0.0.0.0 is all networks, :: also those of IPv6")
     add("--port", type=cli.within(int, 0, 65535), default=8080, metavar="N", help="0: any free one")
     add("--api-key", type=cli.in_utf8, metavar="KEY", help="what clients have to send")
-    add("--alias", type=cli.in_utf8, metavar="NAME",
+    add("-a", "--alias", type=cli.in_utf8, metavar="NAME",
         help="the model's name for clients [that of its folder or file]")
-    add("--cors", action="append", default=[], metavar="ORIGIN",
+    add("--cors", type=origin, action="append", default=[], metavar="ORIGIN",
         help="allow web pages of this origin, such as https://example.org, besides those on"
         " localhost; * is all; may be repeated")
     cli.add_option(add, "parallel", default=4)
@@ -109,13 +109,20 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--debug", action="store_true", help="print errors with their traceback")
     # fmt: on
     args = parser.parse(argv, lambda args: "serve")
-    if "" in (args.model, args.host, args.api_key, args.alias):
-        parser.error("-m, --host, --api-key or --alias is empty")
+    if empty := cli.first_empty(args, "model", "host", "api_key", "alias"):
+        parser.error(empty)
     if error := cli.model_contradiction(args):
         parser.error(error)
     cli.settle_model(args)
     parser.find([args.model, args.draft])
     return args
+
+
+def origin(text: str) -> str:
+    """An argparse type: what a browser names as a page's origin, or * for any."""
+    if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/]+", text):
+        raise argparse.ArgumentTypeError(f"{text}: must be an origin, such as https://example.org")
+    return text
 
 
 # ---- the process that has the model
@@ -695,7 +702,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.create_server((host, port), family=family, dualstack_ipv6=both)
     except OSError as error:
         reason, *_ = error.strerror.split(" (while")  # create_server adds the address
-        raise OSError(f"cannot listen on {host}, port {port}: {reason}") from None
+        what = f"cannot listen on {host}, port {port}: {reason}"
+        raise OSError(f"{what}; choose others with --host and --port") from None
     # Connections inherit this, so that small writes are sent at once. asyncio would set it only if
     # the socket named its protocol
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -427,7 +427,9 @@ class Conversation:
         begins = int(roles[:1] == ["system"])
         turns = len(roles) // 2
         if roles[begins:] != ["user", "assistant"] * turns:
-            raise ValueError("it is not a conversation: messages of a user, each with its answer")
+            raise ValueError(
+                "it is not a conversation: messages of a user, each followed by its answer"
+            )
         self.begin(messages[0]["content"] if begins else "")
         self.turns = messages[begins:]
 

@@ -836,9 +836,22 @@ MUTANTS = [
     ),
     Mutant(
         "talk/chat.py",
-        "self.conversation.go_on_from(json.loads(text))",
-        "json.loads(text)",
+        "self.conversation.go_on_from(messages)",
+        "messages",
         "chat_in_any",
+    ),
+    Mutant("talk/openai.py", "session.check_ids(self.tokens)", "self.tokens", "serve_refusals"),
+    Mutant(
+        "talk/llamacpp.py",
+        "event(said | self._probabilities(logprobs))",
+        "event(said)",
+        "serve_as_llama_cpp",
+    ),
+    Mutant(
+        "tokenizer.py",
+        "return _checked(render(",
+        "return (render(",
+        "template_errors and half",
     ),
     Mutant(
         "run.py",

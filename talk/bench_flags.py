@@ -53,9 +53,9 @@ def add_model_flags(parser: Parser) -> None:
     add("-m", "--model", action="append", dest="models", default=[], metavar="MODEL",
         help="a checkpoint [models/tales]; or random weights, of random:SHAPE, such as random:7b,"
         " random:SHAPE:LAYERS or random:CONFIG.JSON (random: alone lists the shapes); may be"
-        " repeated, as may --dtype, --format, -p, -n and -d, which also take lists with commas")
+        " repeated. So may --dtype, --format, -p, -n, -d and -np, which also take lists with commas")
     add_option(add, "ctx_size", type=within(int, 1, 1 << 24),
-        help="context size; with --perplexity [512]")
+        help="context size, if the tests need less; with --perplexity [512]")
     add("--dtype", type=several(one_of("auto", *DTYPE_NAMES)), action="extend", default=["auto"],
         metavar="TYPE", help=f"auto, {', '.join(DTYPE_NAMES)}")
     add("--format", type=several(one_of("none", *FORMAT_ROWS)), action="extend", default=["none"],

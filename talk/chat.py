@@ -19,6 +19,7 @@ from session import Conversation, Generation, Session
 from settings import SETTINGS
 from talk.cli import (
     HARMLESS,
+    NUMBERS,
     ending_cleanly,
     error_line,
     note,
@@ -85,7 +86,7 @@ class Printer:
 
 
 class Output:
-    """Shows what a session generates: as text while it arrives, or as an object of JSON when it has
+    """Shows what a session generates: as text while it arrives, or as a JSON object when it has
     ended. Notes go to stderr."""
 
     def __init__(self, session: Session, jsonl: bool = False, quiet: bool = False):
@@ -363,7 +364,8 @@ class Chat:
             try:
                 value = SETTINGS[name].kind(words[1])
             except ValueError:
-                raise ValueError(f"{words[1]}: {name} needs a number") from None
+                needed = NUMBERS[SETTINGS[name].kind]
+                raise ValueError(f"{words[1]}: {name} needs {needed}") from None
             self.conversation.sampling = replace_settings(sampling, {name: value})
         values = vars(self.conversation.sampling).items()
         note(", ".join(f"{name} {value}" for name, value in values))
@@ -377,9 +379,12 @@ class Chat:
     def load(self, name: str) -> None:
         """Go on from a conversation that `save` wrote. Raises ValueError or OSError."""
         text = self.ranks.broadcast(lambda: read_input(os.path.expanduser(name)))
+        messages = None
+        with suppress(ValueError, RecursionError):
+            messages = json.loads(text)
         try:
-            self.conversation.go_on_from(json.loads(text))
-        except (ValueError, RecursionError) as error:
+            self.conversation.go_on_from(messages)
+        except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         self.output.note(f"{name}: {len(self.conversation.turns) // 2} turns")
 

@@ -199,8 +199,14 @@ IGNORED = (  # flags of llama.cpp that mean nothing here
     "-ngl --gpu-layers --n-gpu-layers -fa --flash-attn -b --batch-size -ub --ubatch-size --mmap "
     "--no-mmap --mlock --jinja --no-warmup -co --color --log-disable --simple-io -tb "
     "--threads-batch --context-shift --no-context-shift --keep --numa --perf "
-    "--no-perf --repack --no-repack --verbose-prompt -mli --multiline-input -e --escape"
+    "--no-perf --repack --no-repack --verbose-prompt -mli --multiline-input -e --escape "
+    "-cb --cont-batching -kvu --kv-unified --cache-reuse --slots"
 ).split()
+
+INSTEAD = {  # of others, what is written here
+    "-ct[kv]|--cache-type-[kv]": "--kv-fp8 keeps keys and values in 8 bits",
+    "-hff|--hf-file": "write -hf OWNER/NAME:KIND, such as Q4_K_M",
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -279,9 +285,14 @@ class Parser(argparse.ArgumentParser):
             flag = "-p" if "--prompt" in flags and not os.path.exists(word) else "-m"
             return f"unexpected argument {word!r}: write {flag} {word!r}"
         message = f"unknown flag {word}"
-        if re.match("-ct[kv]|--cache-type-[kv]", word):
-            return f"{message}: --kv-fp8 keeps keys and values in 8 bits"
-        similar = difflib.get_close_matches(word.split("=")[0].replace("_", "-"), flags, 1, 0.8)
+        for pattern, remedy in INSTEAD.items():
+            if re.match(pattern, word):
+                return f"{message}: {remedy}"
+        name = word.split("=")[0].replace("_", "-")
+        if name.startswith("--"):
+            similar = difflib.get_close_matches(name, flags, 1, 0.8)
+        else:  # short flags all resemble each other; -n5 is one with its value
+            similar = [flag for flag in flags if re.fullmatch(rf"{flag}\d+", name)]
         return f"{message}: did you mean {similar[0]}?" if similar else message
 
     def find(self, models: Iterable[str | None], files: Iterable[str | None] = ()) -> None:
@@ -334,9 +345,11 @@ def ollama_blob(name: str) -> Path | None:
     return None
 
 
+NUMBERS = {int: "a whole number", float: "a number"}
+
+
 def within(kind: type, low: float, high: float = float("inf")) -> Callable[[str], float]:
     """An argparse type: a number in a range."""
-    what = {int: "a whole number", float: "a number"}[kind]
     limit = f"from {low:,} to {high:,}"
     if high == float("inf"):
         limit = f"{low:,} or more"
@@ -345,7 +358,7 @@ def within(kind: type, low: float, high: float = float("inf")) -> Callable[[str]
         try:
             value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text}: must be {what}") from None
+            raise argparse.ArgumentTypeError(f"{text}: must be {NUMBERS[kind]}") from None
         if not low <= value <= high:
             raise argparse.ArgumentTypeError(f"{text}: must be {limit}")
         return value
@@ -430,13 +443,13 @@ def options_of(args: argparse.Namespace, **changes) -> dict[str, object]:
 def add_proposal_flags(add: Callable) -> None:
     # fmt: off
     add("--lookup", type=within(int, 1, 15), metavar="N",
-        help="propose up to N tokens that followed the last ones earlier in the text, and evaluate"
-        " them in one pass")
+        help="propose up to N tokens, at most 15, that followed the last ones earlier in the text,"
+        " and evaluate them in one pass")
     add("--draft", "-md", "--model-draft", metavar="MODEL",
         help="the same with proposals from a smaller model of the same vocabulary, or from a head"
         " that was trained for the model (EAGLE-3, in its own layout or in speculators')")
     add("--draft-max", type=within(int, 1, 15), default=4, metavar="N",
-        help="how many tokens it proposes")
+        help="how many tokens it proposes, at most 15")
     add("--draft-always", action="store_true",
         help="propose also where that costs more time than it saves")
     # fmt: on
@@ -444,10 +457,18 @@ def add_proposal_flags(add: Callable) -> None:
 
 def add_template_flag(add: Callable) -> None:
     # fmt: off
-    add("--chat-template", metavar="NAME or FILE",
+    add("--chat-template", "--chat-template-file", metavar="NAME or FILE",
         help="instead of the checkpoint's own: a file of Jinja, or one of"
         f" {', '.join(TEMPLATES)}")
     # fmt: on
+
+
+def first_empty(args: argparse.Namespace, *names: str) -> str | None:
+    """What is wrong if one of these flags has an empty value. Returns None if none has."""
+    for name in names:
+        if vars(args)[name] == "":
+            return f"--{name.replace('_', '-')} is empty"
+    return None
 
 
 def model_contradiction(args: argparse.Namespace) -> str | None:

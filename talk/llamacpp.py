@@ -14,9 +14,11 @@ from talk.openai import (
     CompletionRequest,
     GenerationRequest,
     Strict,
+    TopLogprobs,
     answers_to,
     event,
     timings,
+    token_scores,
 )
 from talk.tools import Answer, Part
 from tokenizer import FIM_ENDS
@@ -42,15 +44,25 @@ class Contents(Account):
     """What llama.cpp tells of texts."""
 
     def add(self, index: int, parts: list[Part], logprobs: Sequence[Logprob]) -> bytes:
-        said = {"index": index, "stop": False}
-        return b"".join(event(said | {"content": part.text}) for part in parts)
+        if not parts and not logprobs:
+            return b""
+        said = {"index": index, "stop": False, "content": "".join(part.text for part in parts)}
+        return event(said | self._probabilities(logprobs))
 
     def end(self, index: int) -> bytes:
         return event(self._last(self.answers[index].text) | {"index": index})
 
     def whole(self) -> dict | list[dict]:
-        said = [self._last(each.text) | {"content": each.said["text"]} for each in self.answers]
-        return said if len(said) > 1 else said[0]
+        whole = []
+        for each in self.answers:
+            said = {"content": each.said["text"]} | self._probabilities(each.text.logprobs)
+            whole.append(self._last(each.text) | said)
+        return whole if len(whole) > 1 else whole[0]
+
+    def _probabilities(self, logprobs: Sequence[Logprob]) -> dict:
+        if not logprobs:
+            return {}
+        return {"completion_probabilities": token_scores(logprobs, self.session)}
 
     def _last(self, text: Generation) -> dict:
         return {
@@ -72,6 +84,12 @@ class LlamaCppCompletionRequest(CompletionRequest):
     """A request for the text that follows a prompt."""
 
     account = Contents
+
+    n_probs: TopLogprobs = 0  # log-probabilities of each token, and so many of the likeliest
+
+    def choices(self, session: Writer) -> list[Answer]:
+        self.logprobs = self.n_probs or False
+        return super().choices(session)
 
 
 class ApplyTemplateRequest(ChatCompletionRequest):

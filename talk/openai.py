@@ -234,6 +234,8 @@ UNSUPPORTED = dict(
     bad_words=[[]], allowed_token_ids=[[]], typical_p=[1], top_n_sigma=[-1, 0], top_a=[0], tfs_z=[1], mirostat=[0],
     dynatemp_range=[0], smoothing_factor=[0], dry_multiplier=[0], xtc_probability=[0],
     adaptive_target=[-1], no_repeat_ngram_size=[0], min_keep=[0],
+    # what else is told of it
+    return_tokens=[False], post_sampling_probs=[False],
     # the end of the text
     include_stop_str_in_output=[False],
 )  # fmt: skip
@@ -781,15 +783,21 @@ class ChatCompletionRequest(GenerationRequest):
         return {"delta": {"content": part.text} if part.text else {}}
 
     def scores(self, logprobs: Sequence[Logprob], session: Writer) -> dict:
-        def of(id: int, value: float) -> dict:
-            raw = session.tokenizer.bytes_of(id)
-            return {"token": session.token_text(id), "logprob": value, "bytes": [*raw]}
+        return {"content": token_scores(logprobs, session)}
 
-        content = []
-        for score in logprobs:
-            best = [of(*pair) for pair in score.best]
-            content.append(of(score.id, score.logprob) | {"top_logprobs": best})
-        return {"content": content}
+
+def token_scores(logprobs: Sequence[Logprob], session: Writer) -> list[dict]:
+    """Log-probabilities of each token and of the likeliest in its place."""
+
+    def of(id: int, value: float) -> dict:
+        raw = session.tokenizer.bytes_of(id)
+        return {"id": id, "token": session.token_text(id), "logprob": value, "bytes": [*raw]}
+
+    scores = []
+    for score in logprobs:
+        best = [of(*pair) for pair in score.best]
+        scores.append(of(score.id, score.logprob) | {"top_logprobs": best})
+    return scores
 
 
 class CompletionRequest(GenerationRequest):
@@ -875,6 +883,7 @@ class DetokenizeRequest(ModelRequest):
     tokens: list[int]
 
     def answer(self, session: Writer, *_) -> Iterator[bytes]:
+        session.check_ids(self.tokens)
         return iter([to_json({"content": session.tokenizer.decode(self.tokens, marks=True)})])
 
 
@@ -885,7 +894,7 @@ def parse_request(body: bytes, kind: type[ModelRequest]) -> ModelRequest:
     except ValueError as error:
         raise APIError(f"the body is not JSON in UTF-8: {error}") from None
     if not isinstance(fields, dict):
-        raise APIError("the body must be an object of JSON")
+        raise APIError("the body must be a JSON object")
     for name, value in fields.items():
         if isinstance(value, float) and value.is_integer():  # 5.0 is 5: JSON has one kind of number
             fields[name] = int(value)

@@ -232,14 +232,15 @@ def test_chat_errors_end_only_their_turn(cli, tiny, tmp_path):
         f"/read {bad}": "not UTF-8: byte 0xff at offset 2",
         f"/read {long}": f"{long} takes ",
         "/set tmp 1": "/set needs one of temp, top_k",
-        "/set top-k many": "many: top_k needs a number",
+        "/set top-k many": "many: top_k needs a whole number",
         "/set top_p 2": "top_p is 2.0; it must be from 0 to 1",
-        "/set seed nan": "nan: seed needs a number",
+        "/set seed nan": "nan: seed needs a whole number",
         "/save": "/save needs the name of a file",
         "/save /no/where": "/no/where: No such file",
         f"/load {other}": f"{other}: it is not a conversation",
         f"/load {surrogate}": f"{surrogate}: it is not a conversation",
         f"/load {tiny / 'config.json'}": "it is not a conversation",
+        f"/load {tmp_path / 't'}": "t: it is not a conversation",
     }
     flags = ["-o", "jsonl", "-c", 64, "--quiet", "--chat-template", tmp_path / "t"]
     code, out, err = chat(cli, tiny, "hello", *said, "/regen", flags=flags)

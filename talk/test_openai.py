@@ -311,7 +311,8 @@ def test_infill_in_a_long_file(scripted, monkeypatch):
 COMPLETE = {  # what is asked where; null in place of a field means that it is absent
     CHATS: ASKED, TEXTS: {"prompt": "a"}, MESSAGES: ASKED | {"max_tokens": 1},
     RESPONSES: {"input": "x", "tools": [{"type": "function", "name": "a"}]},
-    "/tokenize": {"content": "a"}, "/detokenize": {"tokens": [1]}, "/apply-template": ASKED,
+    "/tokenize": {"content": "a"}, "/completion": {"prompt": "a"},
+    "/detokenize": {"tokens": [1]}, "/apply-template": ASKED,
 }  # fmt: skip
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, "</s>"]}}}
 LARK, GBNF = 'start: "a" /b/', 'root ::= "x" | "y"'
@@ -398,6 +399,7 @@ WRONG = {  # values that are refused, by path and field
         stop_sequences=[5], system=[5],
     ),
     "/tokenize": dict(content=[None, 5]), "/detokenize": dict(tokens=["a", [1.5]]),
+    "/completion": dict(n_probs=[-1, 21], return_tokens=[True]),
     "/apply-template": dict(messages=[None]),
 }  # fmt: skip
 OTHER_NAMES = {"text": "response_format"}  # as chats call it

@@ -3,7 +3,7 @@ said and what is called.
 
 Each family writes calls in its own way, a Style, which is found from the chat template. To add one,
 add a row to STYLES: the first whose pattern is in a template counts. Arguments that are not JSON need
-a class like XmlArguments. If a call is required, call_grammar has a model write an object of JSON
+a class like XmlArguments. If a call is required, call_grammar has a model write a JSON object
 between the style's `opens` and `close`."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Call(NamedTuple):
     """A call of a tool."""
 
     name: str
-    arguments: str  # an object of JSON
+    arguments: str  # a JSON object
 
 
 # calls, and how many characters they take; None if that is not decided
@@ -71,7 +71,7 @@ def json_at(text: str, begin: int) -> tuple[object, int] | None:
 
 
 def call_of(value: object) -> Call | None:
-    """The call that an object of JSON describes. None if it describes none."""
+    """The call that a JSON object describes. None if it describes none."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters")) or {}
@@ -100,7 +100,7 @@ def as_type(value: str, properties: object, key: str) -> object:
 
 
 class JsonArguments:
-    """An object of JSON. It ends at its brace, or where something comes that is no JSON."""
+    """A JSON object. It ends at its brace, or where something comes that is no JSON."""
 
     def __init__(self, inside: int):
         """inside: in how many objects or arrays it lies, which belong to the call."""

@@ -354,13 +354,14 @@ def test_flags_that_are_not_given():
     (run.main, "--save d", "--save writes matrices in 8 or 4 bits: add --fp8"),
     (run.main, "--int4 --fp8", "both say"),
     (serve.main, "--fp8 --int4", "both say how"),
-    *((serve.main, flag, "-m, --host, --api-key or --alias is empty")
-      for flag in ("-m=", "--host=", "--api-key=", "--alias=")),
+    *((serve.main, f"{flag}=", f"{flag} is empty")
+      for flag in ("--model", "--host", "--api-key", "--alias")),
     (serve.main, "--api-key \udcff", "--api-key: '\\udcff': must be UTF-8"),
+    (serve.main, "--cors example.org", "--cors: example.org: must be an origin, such as https://example.org"),
     *((serve.main, f"--port {port}", f"{port}: must be from 0 to 65,535") for port in (-1, 65536)),
     *((serve.main, f"--queue {n}", f"{n}: must be from 0 to 10,000") for n in (-1, 10_001)),
     (serve.main, "--temp -1", "--temp"),
-    (serve.main, "-n 5", "unknown flag -n: did you mean -np?"),
+    (serve.main, "-n 5", "unknown flag -n (see"),
     (run.main, "--lookup 2 --draft x", "--lookup and --draft both propose tokens; use one"),
     (run.main, "--chat -sys a -sysf b", "both give a system prompt; use one"),
     (run.main, "-p a -j {} --grammar-file b", "--json-schema and --grammar-file both say what the text has to be"),
@@ -371,8 +372,10 @@ def test_flags_that_are_not_given():
     (run.main, "--tmep 0", "unknown flag --tmep: did you mean --temp?"),
     (run.main, "--top_k 4", "unknown flag --top_k: did you mean --top-k?"),
     (run.main, "-ctk q8_0", "unknown flag -ctk: --kv-fp8 keeps keys and values in 8 bits"),
-    (run.main, "--fp8 --save=", "-m or --save is empty"),
-    (run.main, "-m=", "-m or --save is empty"),
+    (run.main, "--hf-file x.gguf", "unknown flag --hf-file: write -hf OWNER/NAME:KIND, such as Q4_K_M"),
+    (run.main, "-mg 0", "unknown flag -mg (see"),
+    (run.main, "--fp8 --save=", "--save is empty"),
+    (run.main, "-m=", "--model is empty"),
     (run.main, "-n5", "unknown flag -n5: did you mean -n? "),  # to argparse, -n with the value 5
     (bench.main, "text", "unexpected argument 'text': write -m 'text'"),
     (run.main, "--mod x", "unknown flag --mod"),  # an abbreviation of --model

@@ -225,10 +225,25 @@ def test_serve_as_llama_cpp_does(server):
     text = server.complete()["text"]
     status, _, whole = server.ask("/completion", asks)
     assert (whole["content"], whole["stop_type"], whole["tokens_predicted"]) == (text, "limit", 12)
-    streamed = server.begin("/completion", asks | {"stream": True}).getresponse().read().decode()
-    events = [json.loads(line.removeprefix("data: ")) for line in streamed.split("\n\n") if line]
+
+    def stream() -> list[dict]:
+        answer = server.begin("/completion", asks | {"stream": True}).getresponse().read().decode()
+        return [json.loads(line.removeprefix("data: ")) for line in answer.split("\n\n") if line]
+
+    events = stream()
     assert "".join(event["content"] for event in events) == text
     assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
+    assert not any("completion_probabilities" in event for event in [whole, *events])
+    asks |= {"n_probs": 2, "repeat_penalty": 1}
+    whole = server.ask("/completion", asks)[2]
+    told = whole["completion_probabilities"]
+    assert "".join(token["token"] for token in told) == whole["content"]
+    for token in told:
+        best, second = token["top_logprobs"]
+        assert token["logprob"] == best["logprob"] >= second["logprob"], "greedy"
+        assert bytes(token["bytes"]).decode() == token["token"]
+    streamed = [token for e in stream() for token in e.get("completion_probabilities", ())]
+    assert [token["id"] for token in streamed] == [token["id"] for token in told]
     assert server.ask("/props", method="GET")[2]["default_generation_settings"] == {"n_ctx": 1024}
     [slot] = json.loads(server.begin("/slots", method="GET").getresponse().read())
     assert slot == {"id": 0, "n_ctx": 1024, "is_processing": False}
@@ -327,6 +342,7 @@ def test_serve_refusals(server):
         *((TEXTS_AT, dict(prompt=prompt), 400, "context_length_exceeded", too_long)
           for prompt in ("tale " * 2000, [1] * 2000)),
         ("/infill", dict(input_prefix="a", input_suffix="b"), 400, "invalid", "no marks"),
+        ("/detokenize", dict(tokens=[5, 99999]), 400, "invalid", "there is no token 99999"),
         (CHATS, dict(messages=turns), 400, "context_length_exceeded", "too long: at least "),
         (CHATS, dict(messages=no_system), 400, "invalid", "no place for this system message"),
         (CHATS, dict(messages=no_message), 400, "invalid", "there is no message to answer"),
@@ -651,7 +667,10 @@ def test_serve_refuses_to_start(monkeypatch, capfd):
         port = taken.getsockname()[1]
         call = caller(serve.main, monkeypatch, capfd, "--device", "cpu")
         result = call("--port", port)
-        assert_refused(result, f"cannot listen on 127.0.0.1, port {port}: Address already in use\n")
+        assert_refused(
+            result,
+            f"cannot listen on 127.0.0.1, port {port}: Address already in use; choose others",
+        )
     args = serve.parse_args("--queue 10000 --port 65535 --temp 0.5".split())
     assert args.queue == 10_000 and cli_module.sampling_flags(args) == {"temp": 0.5}
 
