@@ -147,11 +147,13 @@ def lark_grammar(text: str) -> str:
     """A grammar in Lark or in llama.cpp's GBNF, in Lark. Raises ValueError."""
     if "::=" not in text:
         return text
-    from llguidance.gbnf_to_lark import gbnf_to_lark
+    from llguidance import gbnf_to_lark as converter
 
+    # otherwise the converter makes "a"+? of ("a"+)?
+    converter.RepetitionNode.is_atomic = lambda node: False
     checked_size(text)
     try:
-        return gbnf_to_lark(ESCAPE.sub(plain_character, text))
+        return converter.gbnf_to_lark(ESCAPE.sub(plain_character, text))
     except Exception as error:  # also IndexError and RecursionError, for what is no grammar
         raise ValueError(f"the grammar: {one_line(str(error))}") from None
 

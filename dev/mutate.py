@@ -840,6 +840,7 @@ MUTANTS = [
         "messages",
         "chat_in_any",
     ),
+    Mutant("grammars.py", "lambda node: False", "lambda node: True", "grammars_of_all_kinds"),
     Mutant("talk/openai.py", "session.check_ids(self.tokens)", "self.tokens", "serve_refusals"),
     Mutant(
         "talk/llamacpp.py",

@@ -59,6 +59,7 @@ def test_grammars_of_all_kinds(session):
     pairs = {a + b for a in "xyz" for b in "xyz"}
     assert texts(lark_grammar('start: a a\na: "x" | /[yz]/')) <= pairs
     assert texts(lark_grammar('root ::= ("yes" | "no") "!"')) <= {"yes!", "no!"}
+    assert texts(lark_grammar('root ::= (("b"{2})? "c"){2}')) <= {"cc", "bbcc", "cbbc", "bbcbbc"}
     assert texts(lark_grammar(r'root ::= "caf\u00e9\u0022" "\\u0041"')) == {'café"\\u0041'}
     assert texts(lark_grammar(r"root ::= [\u00e0-\u00ff] [\U0001F600-\U0001F64F]"))
     assert texts(json_grammar({"const": "a </s> é"})) == {'"a </s> é"'}
