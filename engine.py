@@ -14,7 +14,7 @@ has sampled, the next is running. Tokens and positions stay on the device meanwh
 the host has not seen yet may take part in one more pass, for which its slot has room.
 
 With several texts, rounding depends on how many tokens a pass has: the same seed gives the same text
-only beside the same others. Everything else is as if each text were alone."""
+only when the same others are written with it. Everything else is as if each text were alone."""
 
 from __future__ import annotations
 

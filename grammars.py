@@ -149,7 +149,7 @@ def lark_grammar(text: str) -> str:
         return text
     from llguidance import gbnf_to_lark as converter
 
-    # otherwise the converter makes "a"+? of ("a"+)?
+    # Without this the converter writes "a"+? for ("a"+)?, which Lark does not take
     converter.RepetitionNode.is_atomic = lambda node: False
     checked_size(text)
     try:

@@ -120,7 +120,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def origin(text: str) -> str:
     """An argparse type: what a browser names as a page's origin, or * for any."""
-    if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/]+", text):
+    text = text.lower()
+    host = r"(\[[0-9a-f:.]+\](:\d+)?|[^\s/?#,@\[\]]*)"
+    if not re.fullmatch(rf"\*|null|[a-z][a-z0-9+.-]*://{host}", text):
         raise argparse.ArgumentTypeError(f"{text}: must be an origin, such as https://example.org")
     return text
 

@@ -426,7 +426,7 @@ class Conversation:
             roles = ["none"]
         begins = int(roles[:1] == ["system"])
         turns = len(roles) // 2
-        if roles[begins:] != ["user", "assistant"] * turns:
+        if type(messages) is not list or roles[begins:] != ["user", "assistant"] * turns:
             raise ValueError(
                 "it is not a conversation: messages of a user, each followed by its answer"
             )

@@ -269,7 +269,9 @@ def added_tokens(files: TokenizerFiles, vocab_size: int | None) -> dict[int, dic
     if isinstance(files.vocabulary, dict):
         own = files.vocabulary.get("added_tokens") or []
         if not isinstance(own, list) or not all(isinstance(token, dict) for token in own):
-            raise ValueError(f"{files.file} is not a valid tokenizer: added_tokens must be objects")
+            raise ValueError(
+                f"{files.file} is not a valid tokenizer: added_tokens is no list of objects"
+            )
         listed += own
     elif not decoder:
         listed += files.beside
@@ -665,10 +667,10 @@ class Tokenizer:
 
     def _written(self, given: dict, add_generation_prompt: bool) -> str:
         """What the template makes of the variables that it is given. Raises ValueError where it fails
-        or writes no text."""
+        or writes what is not UTF-8."""
         template = self.tool_template if given["tools"] else self.chat_template
         known = dict(add_generation_prompt=add_generation_prompt, documents=None, **self.named)
-        return _checked(render(template, **given | known))
+        return _checked(render(template, **given | known), "what the chat template writes")
 
     def _render(
         self,
@@ -773,10 +775,11 @@ def random_digits() -> str:
     return f"{secrets.randbelow(10**16):016}"
 
 
-def _checked(text: str) -> str:
+def _checked(text: str, what: str = "the text") -> str:
+    """The text, if it can be encoded in UTF-8. Raises ValueError, which says `what` cannot."""
     if bad := re.search("[\ud800-\udfff]", text):
-        what = f"it holds U+{ord(bad[0]):04X} at {bad.start()}, a lone surrogate"
-        raise ValueError(f"the text is not UTF-8: {what}")
+        holds = f"it holds U+{ord(bad[0]):04X}, a lone surrogate"
+        raise ValueError(f"{what} is not UTF-8: {holds}")
     return text
 
 

@@ -74,7 +74,10 @@ REFUSED = {  # templates, and what is said of them
     "includes": ("{% include '/etc/passwd' %}", "the chat template says"),
     "calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
     "is large": ("{{ 'x' * 10 ** 15 }}", "MemoryError"),
-    "writes half a character": (r"{{ '\ud800' }}", "the text is not UTF-8: it holds U+D800 at 0"),
+    "writes half a character": (
+        r"{{ '\ud800' }}",
+        "what the chat template writes is not UTF-8: it holds U+D800",
+    ),
     "writes nothing": ("{% if 0 %}x{% endif %}", "writes nothing for this conversation"),
 }
 

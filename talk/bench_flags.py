@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from loading.hub import DEFAULT_MODEL
 from settings import DTYPE_NAMES, FORMAT_ROWS, OPTIONS
-from talk.cli import Parser, add_device_flags, add_option, within
+from talk.cli import Parser, add_device_flags, add_option, first_empty, within
 
 
 class Test(NamedTuple):
@@ -53,9 +53,9 @@ def add_model_flags(parser: Parser) -> None:
     add("-m", "--model", action="append", dest="models", default=[], metavar="MODEL",
         help="a checkpoint [models/tales]; or random weights, of random:SHAPE, such as random:7b,"
         " random:SHAPE:LAYERS or random:CONFIG.JSON (random: alone lists the shapes); may be"
-        " repeated. So may --dtype, --format, -p, -n, -d and -np, which also take lists with commas")
+        " repeated, as may --dtype, --format, -p, -n, -d and -np, which also take lists with commas")
     add_option(add, "ctx_size", type=within(int, 1, 1 << 24),
-        help="context size, if the tests need less; with --perplexity [512]")
+        help="context size, or more if the tests need it; with --perplexity [512]")
     add("--dtype", type=several(one_of("auto", *DTYPE_NAMES)), action="extend", default=["auto"],
         metavar="TYPE", help=f"auto, {', '.join(DTYPE_NAMES)}")
     add("--format", type=several(one_of("none", *FORMAT_ROWS)), action="extend", default=["none"],
@@ -79,7 +79,7 @@ def add_test_flags(parser: Parser, modes: str = "") -> None:
     add_counts(add, "-n", "--n-gen", default=128, help="tokens to generate; 0: none [128]")
     add_counts(add, "-d", "--depth", default=0, help="tokens already in the cache [0]")
     texts = several(within(int, 1, int(OPTIONS["parallel"].high)))
-    add("-np", "--parallel", dest="texts", type=texts, default=[1], metavar="N",
+    add("-np", "--parallel", action="extend", dest="texts", type=texts, default=[1], metavar="N",
         help="texts generated at once; their tokens per second are added up [1]")  # fmt: skip
     runs = within(int, 1, 1000)
     help = "timed runs, after one warm-up"
@@ -138,8 +138,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         return "speed" if args.perplexity is None else "perplexity"
 
     args = parser.parse(argv, mode_of)
-    if args.perplexity == "":
-        parser.error("--perplexity is empty")
+    if empty := first_empty(args, "perplexity"):
+        parser.error(empty)
     if args.perplexity:
         take_one(parser, args, "-m", "--dtype", "--format")
         args.ctx_size = args.ctx_size or 512

@@ -203,9 +203,9 @@ IGNORED = (  # flags of llama.cpp that mean nothing here
     "-cb --cont-batching -kvu --kv-unified --cache-reuse --slots"
 ).split()
 
-INSTEAD = {  # of others, what is written here
+INSTEAD = {  # patterns of flags of llama.cpp that are not here, and what is
     "-ct[kv]|--cache-type-[kv]": "--kv-fp8 keeps keys and values in 8 bits",
-    "-hff|--hf-file": "write -hf OWNER/NAME:KIND, such as Q4_K_M",
+    "-hff|--hf-file": "write -m OWNER/NAME:KIND, such as owner/name:Q4_K_M",
 }
 
 
@@ -289,10 +289,10 @@ class Parser(argparse.ArgumentParser):
             if re.match(pattern, word):
                 return f"{message}: {remedy}"
         name = word.split("=")[0].replace("_", "-")
-        if name.startswith("--"):
-            similar = difflib.get_close_matches(name, flags, 1, 0.8)
-        else:  # short flags all resemble each other; -n5 is one with its value
-            similar = [flag for flag in flags if re.fullmatch(rf"{flag}\d+", name)]
+        similar = [flag for flag in flags if re.fullmatch(rf"{flag}\d+", name)]  # -n5
+        if not similar and len(name) > 3:  # shorter ones all resemble each other
+            long = [flag for flag in flags if flag.startswith("--")]
+            similar = difflib.get_close_matches(f"--{name.lstrip('-')}", long, 1, 0.8)
         return f"{message}: did you mean {similar[0]}?" if similar else message
 
     def find(self, models: Iterable[str | None], files: Iterable[str | None] = ()) -> None:
@@ -345,6 +345,7 @@ def ollama_blob(name: str) -> Path | None:
     return None
 
 
+# What a value of each type is called
 NUMBERS = {int: "a whole number", float: "a number"}
 
 

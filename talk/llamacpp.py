@@ -4,8 +4,9 @@ two others, and a chat as the model would read it."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from pydantic import AfterValidator, Field
 from pydantic_core import to_json
 
 from talk.openai import (
@@ -80,16 +81,16 @@ class Contents(Account):
         }
 
 
+# Of how many tokens there are log-probabilities; 0 is none
+Probabilities = Annotated[TopLogprobs, AfterValidator(lambda count: count or False)]
+
+
 class LlamaCppCompletionRequest(CompletionRequest):
     """A request for the text that follows a prompt."""
 
     account = Contents
 
-    n_probs: TopLogprobs = 0  # log-probabilities of each token, and so many of the likeliest
-
-    def choices(self, session: Writer) -> list[Answer]:
-        self.logprobs = self.n_probs or False
-        return super().choices(session)
+    logprobs: Probabilities = Field(False, validation_alias="n_probs")
 
 
 class ApplyTemplateRequest(ChatCompletionRequest):
@@ -113,6 +114,7 @@ class InfillRequest(GenerationRequest):
     input_suffix: str
     input_extra: list[Extra] = []  # other files, which come first
     prompt: str = ""  # comes after the prefix
+    n_probs: TopLogprobs = 0
 
     def choices(self, session: Writer) -> list[Answer]:
         tokenizer = session.tokenizer
@@ -131,7 +133,8 @@ class InfillRequest(GenerationRequest):
         ids = [*begin, before, *others, *prefix, after, *suffix, between]
         ends = [tokenizer.control[name] for name in ENDS if name in tokenizer.control]
         self.stop_token_ids = [*self.stop_token_ids, *ends]
-        return answers_to(ids, self, session, grammar=self.text_grammar())
+        options = dict(logprobs=self.n_probs or None, grammar=self.text_grammar())
+        return answers_to(ids, self, session, **options)
 
 
 def fitted(

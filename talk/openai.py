@@ -222,9 +222,9 @@ class Choices(Account):
 
 # ---- fields of requests
 
-# Fields of OpenAI, llama.cpp and vLLM that change the text and are not supported, with their values
-# that change nothing: only these are accepted. All other unknown fields are ignored, such as user
-# and store, or dry_base, which has no effect without a dry_multiplier
+# Fields of OpenAI, llama.cpp and vLLM that change the text, or what is told of it, and are not
+# supported, with their values that change nothing: only these are accepted. All other unknown fields
+# are ignored, such as user and store, or dry_base, which has no effect without a dry_multiplier
 UNSUPPORTED = dict(
     # several texts, tools, another prompt
     best_of=[1], use_beam_search=[False], functions=[[]],
@@ -234,7 +234,7 @@ UNSUPPORTED = dict(
     bad_words=[[]], allowed_token_ids=[[]], typical_p=[1], top_n_sigma=[-1, 0], top_a=[0], tfs_z=[1], mirostat=[0],
     dynatemp_range=[0], smoothing_factor=[0], dry_multiplier=[0], xtc_probability=[0],
     adaptive_target=[-1], no_repeat_ngram_size=[0], min_keep=[0],
-    # what else is told of it
+    # what an answer tells besides the text
     return_tokens=[False], post_sampling_probs=[False],
     # the end of the text
     include_stop_str_in_output=[False],

@@ -212,12 +212,14 @@ def test_what_a_chat_says(cli, tiny, tmp_path):
 def test_chat_errors_end_only_their_turn(cli, tiny, tmp_path):
     refuses = "{% if messages[-1]['content'] == 'bad' %}{{ raise_exception('too bad') }}{% endif %}"
     (tmp_path / "t").write_text(refuses + "{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    bad, long, other, surrogate = (tmp_path / name for name in ("bad", "long", "other", "lone"))
+    names = ("bad", "long", "other", "lone", "nothing")
+    bad, long, other, surrogate, nothing = (tmp_path / name for name in names)
     bad.write_bytes(b"ab\xff")
     long.write_text("x" * 10_000)
     other.write_text('[{"role": "user", "content": "?"}]')
     turn = [{"role": "user", "content": "\udcff"}, {"role": "assistant", "content": "."}]
     surrogate.write_text(json.dumps(turn))
+    nothing.write_text("{}")
     said = {
         "tell me a tale " * 60: "context holds 64",
         "\udcff": "not UTF-8",
@@ -240,6 +242,7 @@ def test_chat_errors_end_only_their_turn(cli, tiny, tmp_path):
         f"/load {other}": f"{other}: it is not a conversation",
         f"/load {surrogate}": f"{surrogate}: it is not a conversation",
         f"/load {tiny / 'config.json'}": "it is not a conversation",
+        f"/load {nothing}": f"{nothing}: it is not a conversation",
         f"/load {tmp_path / 't'}": "t: it is not a conversation",
     }
     flags = ["-o", "jsonl", "-c", 64, "--quiet", "--chat-template", tmp_path / "t"]

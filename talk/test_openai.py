@@ -274,7 +274,10 @@ def test_infill(scripted, monkeypatch):
         assert scripted.object("/infill", **body)["content"].strip() == "x"
         scripted.session.model.ops.sample = scripted.sample
         body |= dict(grammar='root ::= "yes"')
-        assert scripted.object("/infill", **body)["content"] == "yes"
+        said = scripted.object("/infill", **body, n_probs=2)
+        told = said["completion_probabilities"]
+        assert said["content"] == "".join(token["token"] for token in told) == "yes"
+        assert [len(token["top_logprobs"]) for token in told] == [2] * len(told)
     decode = scripted.session.tokenizer.decode
     ids = prompts[0]
     before, after = ids[: ids.index(6)], ids[ids.index(6) :]

@@ -242,7 +242,9 @@ def test_serve_as_llama_cpp_does(server):
         best, second = token["top_logprobs"]
         assert token["logprob"] == best["logprob"] >= second["logprob"], "greedy"
         assert bytes(token["bytes"]).decode() == token["token"]
-    streamed = [token for e in stream() for token in e.get("completion_probabilities", ())]
+    events = stream()
+    assert "".join(event["content"] for event in events) == whole["content"]
+    streamed = [token for e in events for token in e.get("completion_probabilities", ())]
     assert [token["id"] for token in streamed] == [token["id"] for token in told]
     assert server.ask("/props", method="GET")[2]["default_generation_settings"] == {"n_ctx": 1024}
     [slot] = json.loads(server.begin("/slots", method="GET").getresponse().read())
@@ -669,7 +671,8 @@ def test_serve_refuses_to_start(monkeypatch, capfd):
         result = call("--port", port)
         assert_refused(
             result,
-            f"cannot listen on 127.0.0.1, port {port}: Address already in use; choose others",
+            f"cannot listen on 127.0.0.1, port {port}: Address already in use; "
+            "choose others with --host and --port\n",
         )
     args = serve.parse_args("--queue 10000 --port 65535 --temp 0.5".split())
     assert args.queue == 10_000 and cli_module.sampling_flags(args) == {"temp": 0.5}
