@@ -52,7 +52,7 @@ kernels: .venv/ready  ## each op against its ceiling and plain PyTorch (on a CPU
 profile: .venv/ready  ## one step, kernel by kernel (on a CPU: torch's ops)
 	$(VENV)/python dev/steps.py -m "$(BENCH_MODEL)" $(ARGS)
 
-test: .venv/ready-test model  ## all tests; no GPU needed: about six minutes on two cores
+test: .venv/ready-test model  ## all tests; no GPU needed: six to ten minutes on two cores
 	$(VENV)/python test_all.py $(ARGS)
 
 fuzz: .venv/ready-test  ## corrupt checkpoints, templates, texts and options at random for a minute
