@@ -120,11 +120,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def origin(text: str) -> str:
     """An argparse type: what a browser names as a page's origin, or * for any."""
-    text = text.lower()
     host = r"(\[[0-9a-f:.]+\](:\d+)?|[^\s/?#,@\[\]]*)"
-    if not re.fullmatch(rf"\*|null|[a-z][a-z0-9+.-]*://{host}", text):
+    if not re.fullmatch(rf"\*|null|[a-z][a-z0-9+.-]*://{host}", text.lower()):
         raise argparse.ArgumentTypeError(f"{text}: must be an origin, such as https://example.org")
-    return text
+    return text.lower()
 
 
 # ---- the process that has the model

@@ -270,7 +270,7 @@ def added_tokens(files: TokenizerFiles, vocab_size: int | None) -> dict[int, dic
         own = files.vocabulary.get("added_tokens") or []
         if not isinstance(own, list) or not all(isinstance(token, dict) for token in own):
             raise ValueError(
-                f"{files.file} is not a valid tokenizer: added_tokens is no list of objects"
+                f"{files.file} is not a valid tokenizer: added_tokens is not a list of objects"
             )
         listed += own
     elif not decoder:
@@ -670,7 +670,8 @@ class Tokenizer:
         or writes what is not UTF-8."""
         template = self.tool_template if given["tools"] else self.chat_template
         known = dict(add_generation_prompt=add_generation_prompt, documents=None, **self.named)
-        return _checked(render(template, **given | known), "what the chat template writes")
+        text = render(template, **given | known)
+        return _checked(text, "the conversation as the chat template writes it")
 
     def _render(
         self,
@@ -778,7 +779,7 @@ def random_digits() -> str:
 def _checked(text: str, what: str = "the text") -> str:
     """The text, if it can be encoded in UTF-8. Raises ValueError, which says `what` cannot."""
     if bad := re.search("[\ud800-\udfff]", text):
-        holds = f"it holds U+{ord(bad[0]):04X}, a lone surrogate"
+        holds = f"it holds U+{ord(bad[0]):04X} at {bad.start()}, a lone surrogate"
         raise ValueError(f"{what} is not UTF-8: {holds}")
     return text
 

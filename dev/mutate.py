@@ -850,8 +850,8 @@ MUTANTS = [
     ),
     Mutant(
         "tokenizer.py",
-        "return _checked(render(",
-        "return (render(",
+        "return _checked(text, ",
+        "return text or (",
         "template_errors and half",
     ),
     Mutant(

@@ -76,7 +76,7 @@ REFUSED = {  # templates, and what is said of them
     "is large": ("{{ 'x' * 10 ** 15 }}", "MemoryError"),
     "writes half a character": (
         r"{{ '\ud800' }}",
-        "what the chat template writes is not UTF-8: it holds U+D800",
+        "the conversation as the chat template writes it is not UTF-8: it holds U+D800 at 0",
     ),
     "writes nothing": ("{% if 0 %}x{% endif %}", "writes nothing for this conversation"),
 }

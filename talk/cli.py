@@ -203,7 +203,7 @@ IGNORED = (  # flags of llama.cpp that mean nothing here
     "-cb --cont-batching -kvu --kv-unified --cache-reuse --slots"
 ).split()
 
-INSTEAD = {  # patterns of flags of llama.cpp that are not here, and what is
+INSTEAD = {  # patterns of llama.cpp's flags that do not exist here, and what to use
     "-ct[kv]|--cache-type-[kv]": "--kv-fp8 keeps keys and values in 8 bits",
     "-hff|--hf-file": "write -m OWNER/NAME:KIND, such as owner/name:Q4_K_M",
 }

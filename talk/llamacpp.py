@@ -81,7 +81,7 @@ class Contents(Account):
         }
 
 
-# Of how many tokens there are log-probabilities; 0 is none
+# How many of the likeliest tokens are told beside each token; 0: no log-probabilities at all
 Probabilities = Annotated[TopLogprobs, AfterValidator(lambda count: count or False)]
 
 

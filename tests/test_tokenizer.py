@@ -738,8 +738,8 @@ SPOILED_JSON = {  # what is put into a tokenizer.json or its model, and what is 
         {"decoder": REPLACE | {"pattern": {"Regex": "."}}}, "replaces {'Regex': '.'} by 'aa', which",
     ),
     "another decoder": ({"decoder": {"type": "Fuse"}}, "its decoder is Fuse"),
-    "added tokens": ({"added_tokens": [1, 2]}, "added_tokens is no list of objects"),
-    "a number for added tokens": ({"added_tokens": 3}, "added_tokens is no list of objects"),
+    "added tokens": ({"added_tokens": [1, 2]}, "added_tokens is not a list of objects"),
+    "a number for added tokens": ({"added_tokens": 3}, "added_tokens is not a list of objects"),
     "a panic": ({"model": {"continuing_subword_prefix": "x" * 9}}, "out of range for slice"),
     "too large": ({}, "but the model has a vocabulary of 100"),
 }  # fmt: skip
