@@ -31,7 +31,7 @@ from launch import (
     EMULATED,
     capability,
     constexpr,
-    from_order,
+    fence,
     gdc_launch_dependents,
     gdc_wait,
     in_order,
@@ -41,7 +41,7 @@ from launch import (
     tl,
     triton,
 )
-from products import Epilogue, Product, Slots, Stack
+from products import Choice, Epilogue, Product, Slots, Stack
 
 if TYPE_CHECKING:
     from model import LayerWeights
@@ -59,10 +59,32 @@ class Routes(NamedTuple):
 
     ids: Tensor  # int32 [T, k]: the experts of each token, the highest logit first
     weights: Tensor  # float32 [T, k]
-    # For several tokens on a GPU: the slots t k + i, sorted by expert, int32 [T k], and how many
-    # each expert has, int32 [E]
+    # On a GPU: the slots t k + i, sorted by expert, int32 [T k], and how many each expert has,
+    # int32 [E]
     order: Tensor | None = None
     counts: Tensor | None = None
+
+
+class Logits(NamedTuple):
+    """What the router says of one token on a GPU. The experts follow from all logits, and each program
+    of the product with w13 finds its own: that takes less time than it takes the router's programs to
+    wait for each other."""
+
+    ids: Tensor  # int32 [1, k]: the experts. The product with w13 writes them for that with w2
+    normed: Tensor  # [1, C]: rmsnorm(x), which the product with w13 multiplies
+    logits: Tensor  # float32 [E]
+    gain: float  # by which they are multiplied
+    norm_topk: bool  # see pass_
+
+    def chosen(self, rows: int) -> Stack:
+        """The matrices in w13, of so many rows each, which all multiply the same x."""
+        E = len(self.logits)
+        choice = Choice(_choose, E, triton.next_power_of_2(E), self.ids.shape[1], self.norm_topk)
+        return Stack(self.ids[0], rows, 1, choice, (self.logits, self.gain))
+
+    def added(self, rows: int) -> Stack:
+        """The matrices in w2, whose products are added up."""
+        return Stack(self.ids[0], rows, self.ids.shape[1])
 
 
 # ---- the router
@@ -82,9 +104,69 @@ def route_ref(x: Tensor, layer: LayerWeights, pass_: Pass) -> Routes | None:
     return Routes(ids.int(), weights)
 
 
-# A few tokens: each program computes some logits of one of them. The last one to finish picks the
-# experts of all and, if there are several tokens, sorts the slots. The kernel lets the next one
-# start only after its own wait, since without ids the product with w13 can load nothing.
+# A few tokens: each program computes some logits of one of them. If there are several tokens, the last
+# program to finish picks the experts of all, and sorts the slots. The kernel lets the next one start
+# only after its own wait, since without logits or ids the product with w13 can load nothing.
+
+
+@jit
+def _best_experts(
+    logits, gain, own, E: tl.constexpr, SLOTS: tl.constexpr, NORM_TOPK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The experts of tokens, found one after the other: a tuple of SLOTS tensors [TOKENS]. And the
+    shares of all experts, [TOKENS, BLOCK]: divided by the total, [TOKENS], they are their weights.
+    logits: pointers [TOKENS, 1] to theirs, which are multiplied by `gain`. own: which of these tokens
+    there are."""
+    offs = tl.arange(0, BLOCK)[None, :]
+    there = own & (offs < E)
+    logit = tl.load(logits + offs, mask=there, other=float("-inf"), cache_modifier=".cg")
+    logit *= gain
+    logit = tl.where(logit == logit, logit, float("-inf"))  # NaN beats no number
+    # Integers, since one instruction finds the largest of a warp's. Their last bits are the expert's, so
+    # that among equal logits the first one is the largest. With 128 experts, logits whose mantissas agree
+    # in 16 bits count as equal: rounding x to 16 bits changes them more
+    key = (in_order(tl.maximum(logit, LOWEST)) & -BLOCK) + (BLOCK - 1 - offs)
+    key = tl.where(offs < E, key, TAKEN)
+    experts = ()
+    for _ in tl.static_range(SLOTS):
+        best = tl.max(key, 1)
+        key = tl.where(key == best[:, None], TAKEN, key)
+        experts += (BLOCK - 1 - (best & (BLOCK - 1)),)
+    shares = tl.exp(logit - tl.max(logit, 1)[:, None])
+    counted = shares
+    if NORM_TOPK:
+        counted = tl.where(there & (key == TAKEN), shares, 0.0)
+    return experts, shares, tl.sum(counted, 1)
+
+
+@jit
+def _share_of(expert, shares):
+    """The shares of one expert for each token, [TOKENS]."""
+    offs = tl.arange(0, shares.shape[1])[None, :]
+    return tl.sum(tl.where(offs == expert[:, None], shares, 0.0), 1)
+
+
+@jit
+def _choose(args, ids, WARPS: tl.constexpr, CHOICE: tl.constexpr):
+    """For products.Choice: the expert in this program's slot, and its weight. Each warp finds them by
+    itself."""
+    logits, gain = args
+    SLOTS: tl.constexpr = CHOICE.slots
+    pointers = logits + tl.zeros([WARPS, 1], tl.int32)
+    best, shares, total = _best_experts(
+        pointers, gain, True, CHOICE.experts, SLOTS, CHOICE.norm_topk, CHOICE.padded
+    )
+    slot = tl.program_id(1)
+    expert = best[0]
+    for i in tl.static_range(1, SLOTS):
+        expert = tl.where(slot == i, best[i], expert)
+    weight = tl.max(_share_of(expert, shares) / total, 0)
+    id = tl.max(expert, 0)
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        tl.store(ids + slot, id)
+        fence()
+    return id, weight
 
 
 @jit
@@ -92,30 +174,20 @@ def _pick(
     logits, gain, ids, weights, t, T, E: tl.constexpr, SLOTS: tl.constexpr,
     NORM_TOPK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """The experts of tokens t [TOKENS], found one after the other, and their weights. The logits
-    are multiplied by `gain`. Returns the ids [TOKENS, BLOCK_S], E where there is no slot."""
-    offs = tl.arange(0, BLOCK)[None, :]
+    """Store the experts of tokens t [TOKENS] and their weights. Returns the ids [TOKENS, BLOCK_S], E
+    where there is no slot."""
     slots = tl.arange(0, BLOCK_S)[None, :]
     own = (t < T)[:, None]
-    pointers = logits + t[:, None] * E + offs
-    logit = tl.load(pointers, mask=own & (offs < E), other=float("-inf"), cache_modifier=".cg")
-    logit *= gain
-    logit = tl.where(logit == logit, logit, float("-inf"))  # NaN beats no number
-    peak = tl.max(logit, 1)
-    # Integers, since one instruction finds the largest of a warp's
-    left = tl.where(offs < E, in_order(tl.maximum(logit, LOWEST)), TAKEN)
+    pointers = logits + t[:, None] * E
+    best, shares, total = _best_experts(pointers, gain, own, E, SLOTS, NORM_TOPK, BLOCK)
     chosen = tl.full([t.shape[0], BLOCK_S], E, tl.int32)
-    shares = tl.full([t.shape[0], BLOCK_S], 0.0, tl.float32)
+    share = tl.full([t.shape[0], BLOCK_S], 0.0, tl.float32)
     for slot in tl.static_range(SLOTS):
-        best = tl.max(left, 1)
-        expert = tl.min(tl.where(left == best[:, None], offs, BLOCK), 1)  # of equal ones the first
-        left = tl.where(offs == expert[:, None], TAKEN, left)
-        chosen = tl.where(own & (slots == slot), expert[:, None], chosen)
-        shares = tl.where(slots == slot, tl.exp(from_order(best) - peak)[:, None], shares)
-    total = tl.sum(shares, 1) if NORM_TOPK else tl.sum(tl.exp(logit - peak[:, None]), 1)
+        chosen = tl.where(own & (slots == slot), best[slot][:, None], chosen)
+        share = tl.where(slots == slot, _share_of(best[slot], shares)[:, None], share)
     places = t[:, None] * SLOTS + slots
     tl.store(ids + places, chosen, mask=own & (slots < SLOTS))
-    tl.store(weights + places, shares / total[:, None], mask=own & (slots < SLOTS))
+    tl.store(weights + places, share / total[:, None], mask=own & (slots < SLOTS))
     return chosen
 
 
@@ -137,12 +209,13 @@ def _sort(chosen, order, counts, E, SLOTS: tl.constexpr, BLOCK_E: tl.constexpr):
 
 @jit
 def _route_kernel(
-    x, norm, w, eps, gain, logits, arrived, ids, weights, order, counts, T,
+    x, norm, w, eps, gain, logits, normed, arrived, ids, weights, order, counts, T,
     E: tl.constexpr, C: tl.constexpr, SLOTS: tl.constexpr, NORM_TOPK: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS logits of one of T tokens, up to TOKENS. arrived: see is_last."""
+    """ROWS logits of one of T tokens, up to TOKENS. With one token, the first program also stores
+    `normed`; with several, the last one to finish does the rest. arrived: see is_last."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offs_c = tl.arange(0, BLOCK)
     mask_c = offs_c < C
@@ -154,12 +227,18 @@ def _route_kernel(
     t = tl.program_id(1)
     values = tl.load(x + t * C + offs_c, mask=mask_c, other=0.0).to(tl.float32)
     inv_rms = tl.rsqrt(tl.sum(values * values) / C + eps)
+    if normed is not None:
+        y = (values * inv_rms * factors).to(normed.dtype.element_ty)
+        tl.store(normed + offs_c, y, mask=mask_c & (tl.program_id(0) == 0))
     sums = tl.sum(tile.to(tl.float32) * (values * factors)[None, :], 1)
     tl.store(logits + t * E + rows, sums * inv_rms, mask=rows < E)
-    if is_last(arrived, tl.num_programs(0) * T):
-        tokens = tl.arange(0, TOKENS)
-        chosen = _pick(logits, gain, ids, weights, tokens, T, E, SLOTS, NORM_TOPK, BLOCK_E, BLOCK_S)
-        if order is not None:
+    if ids is not None:
+        programs = tl.num_programs(0) * T
+        if is_last(arrived, programs):
+            tokens = tl.arange(0, TOKENS)
+            chosen = _pick(
+                logits, gain, ids, weights, tokens, T, E, SLOTS, NORM_TOPK, BLOCK_E, BLOCK_S
+            )
             _sort(chosen, order, counts, E, SLOTS, BLOCK_E)
 
 
@@ -239,26 +318,36 @@ def _sort_kernel(ids, order, counts, COUNT, BLOCK: tl.constexpr, PDL: tl.constex
     tl.store(counts + expert, count)
 
 
-def route(x: Tensor, layer: LayerWeights, pass_: Pass) -> Routes | None:
+def route(x: Tensor, layer: LayerWeights, pass_: Pass) -> Routes | Logits | None:
     if layer.router is None:
         return None
     T = len(x)
     E, k = layer.router.rows, pass_.experts_per_token
     numbers = partial(x.new_empty, dtype=torch.int32)
-    routes = Routes(numbers(T, k), x.new_empty(T, k, dtype=torch.float32))
-    if T > 1:
-        routes = routes._replace(order=numbers(T * k), counts=numbers(E))
-    if T > FEW_ROUTED:
-        _route_many(x, layer, pass_, routes)
+    if T == 1:
+        logits, normed = x.new_empty(E, dtype=torch.float32), torch.empty_like(x)
+        _route_few(x, layer, pass_, (logits, normed), (None, None, None, None))
+        return Logits(numbers(1, k), normed, logits, layer.router_gain, pass_.norm_topk)
+    weights = x.new_empty(T, k, dtype=torch.float32)
+    routes = Routes(numbers(T, k), weights, numbers(T * k), numbers(E))
+    if T <= FEW_ROUTED:
+        logits = x.new_empty(T, E, dtype=torch.float32)
+        _route_few(x, layer, pass_, (logits, None), routes)
     else:
-        _route_few(x, layer, pass_, routes)
+        _route_many(x, layer, pass_, routes)
     return routes
 
 
-def _route_few(x: Tensor, layer: LayerWeights, pass_: Pass, routes: Routes) -> None:
+def _route_few(
+    x: Tensor,
+    layer: LayerWeights,
+    pass_: Pass,
+    single: tuple[Tensor, Tensor | None],
+    several: tuple[Tensor | None, ...],
+) -> None:
+    """single: the logits and, with one token, `normed`. several: with several, the Routes."""
     T, C = x.shape
     E = layer.router.rows
-    logits = pass_.scratch.zeros("router logits", FEW_ROUTED, E)
     arrived = pass_.scratch.zeros("router arrived", 1, dtype=torch.int32)
     args = (x, layer.ffn_norm, layer.router.data, pass_.norm_eps, layer.router_gain)
     block = triton.next_power_of_2(C)
@@ -270,11 +359,11 @@ def _route_few(x: Tensor, layer: LayerWeights, pass_: Pass, routes: Routes) -> N
         (triton.cdiv(E, rows), T),
         x.device,
         *args,
-        logits,
+        *single,
         arrived,
-        *routes,
+        *several,
         T,
-        **_sizes_of_pick(E, pass_, tokens),
+        **_sizes_of_pick(E, pass_.experts_per_token, pass_.norm_topk, tokens),
         C=C,
         ROWS=rows,
         BLOCK=block,
@@ -282,9 +371,8 @@ def _route_few(x: Tensor, layer: LayerWeights, pass_: Pass, routes: Routes) -> N
     )
 
 
-def _sizes_of_pick(E: int, pass_: Pass, tokens: int) -> dict[str, int]:
-    k = pass_.experts_per_token
-    sizes = dict(E=E, SLOTS=k, NORM_TOPK=pass_.norm_topk, TOKENS=tokens)
+def _sizes_of_pick(E: int, k: int, norm_topk: bool, tokens: int) -> dict[str, int]:
+    sizes = dict(E=E, SLOTS=k, NORM_TOPK=norm_topk, TOKENS=tokens)
     return sizes | dict(BLOCK_E=triton.next_power_of_2(E), BLOCK_S=triton.next_power_of_2(k))
 
 
@@ -293,7 +381,7 @@ def _route_many(x: Tensor, layer: LayerWeights, pass_: Pass, routes: Routes) -> 
     E, k = layer.router.rows, pass_.experts_per_token
     logits = _logits(x, layer, pass_) if T <= MOST_ROUTED else _library_logits(x, layer, pass_)
     args = (logits, layer.router_gain, routes.ids, routes.weights, T)
-    sizes = _sizes_of_pick(E, pass_, PICKED)
+    sizes = _sizes_of_pick(E, k, pass_.norm_topk, PICKED)
     launch(_pick_kernel, (triton.cdiv(T, PICKED),), x.device, *args, **sizes)
     block = min(16384, triton.next_power_of_2(T * k))
     args = (routes.ids, routes.order, routes.counts, T * k)
@@ -421,11 +509,10 @@ class Hidden(NamedTuple):
 
 @jit
 def _prepare_hidden(args, offs_f, i, T, N, TOKENS: tl.constexpr, SIZES: tl.constexpr):
-    """The same for h, and the slots' weights. With one token, a program has a single slot, and has
-    waited for the router."""
+    """The same for h, and the slots' weights. With one token, a program has a single slot, whose
+    weight comes with it."""
     if TOKENS == 1:
-        slot = tl.program_id(1)
-        return offs_f, i, slot, tl.load(args[1] + slot, cache_modifier=".cg")
+        return offs_f, i, tl.program_id(1), args[-1]
     else:
         _, _, slots = _prepare_slots(args, offs_f, i, T, N, TOKENS, SIZES)
         return offs_f, i, slots, tl.load(args[1] + slots)
@@ -476,33 +563,32 @@ def _add_slots(y: Tensor, residual: Tensor) -> Tensor:
 # ---- the ops
 
 
-def swiglu(x: Tensor, layer: LayerWeights, pass_: Pass, routes: Routes, accumulate: str) -> Tensor:
+def swiglu(
+    x: Tensor, layer: LayerWeights, pass_: Pass, routes: Routes | Logits, accumulate: str
+) -> Tensor:
     """kernels.rmsnorm_swiglu of each slot, times its weight: [T, k, F]."""
     F = layer.w13.rows // layer.router.rows // 2
-    h = x.new_empty(*routes.ids.shape, F)
-    product = Product("experts_swiglu", x, layer.w13, layer.ffn_norm, pass_.norm_eps)
+    h = x.new_empty(len(x), pass_.experts_per_token, F)
     epilogue = Epilogue(_prepare_hidden, _store_hidden, Hidden(F), pairs=True)
-    args = (h, routes.weights)
     if len(x) == 1:
-        products.launch_single(product, epilogue, args, Stack(routes.ids[0], 2 * F, 1))
+        product = Product("experts_swiglu", routes.normed, layer.w13)
+        products.launch_single(product, epilogue, (h,), routes.chosen(2 * F))
     else:
-        _launch_several(product, epilogue, args, routes, accumulate)
+        product = Product("experts_swiglu", x, layer.w13, layer.ffn_norm, pass_.norm_eps)
+        _launch_several(product, epilogue, (h, routes.weights), routes, accumulate)
     return h
 
 
-def linear_add(x: Tensor, w: Matrix, residual: Tensor, routes: Routes, accumulate: str) -> Tensor:
+def linear_add(
+    x: Tensor, w: Matrix, residual: Tensor, routes: Routes | Logits, accumulate: str
+) -> Tensor:
     """residual [T, C] += the sum over a token's slots, in place. x [T, k, K], w [E C, K]"""
     assert residual.shape[0] == len(x) and residual.is_contiguous(), (residual.shape, x.shape)
     product = Product("experts_linear_add", x.view(-1, w.columns), w)
     if len(x) == 1:
         add_rows = products.STORE_ROWS._replace(added=0)
-        products.launch_single(product, add_rows, (residual,), slots_added(routes, residual))
+        products.launch_single(product, add_rows, (residual,), routes.added(residual.shape[1]))
         return residual
-    y = x.new_empty(*routes.ids.shape, residual.shape[1])
+    y = x.new_empty(*x.shape[:2], residual.shape[1])
     _launch_several(product, Epilogue(_prepare_slots, _store_slots), (y,), routes, accumulate)
     return _add_slots(y, residual)
-
-
-def slots_added(routes: Routes, residual: Tensor) -> Stack:
-    """One token: the matrices in w2 whose products are added to the residual [1, C]."""
-    return Stack(routes.ids[0], residual.shape[1], routes.ids.shape[1])

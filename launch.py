@@ -16,10 +16,11 @@ offsets, load its first tile of weights. The rules that keep this correct:
   positions, the keys and values of earlier passes. If the kernel before waits first, in every
   program, it may also read what all kernels before that one wrote. ranks/exchange.py explains its
   exceptions;
-- so where one token goes through experts, whose rows of W the router picks: the router writes their
-  ids. The product with w13 can load nothing without them. It waits for the router and only then
-  lets the next kernel start, which is the product with w2. That one reads the ids, and loads its
-  rows, before it waits. It reads them past the L1 cache, which may hold older ones;
+- so where one token goes through experts, the product with w13 can load nothing without the router's
+  logits. It waits for them, chooses the experts, and writes their ids: in programs that have no rows,
+  which let the next kernel start only when all of the GPU sees what they wrote. That kernel is the
+  product with w2. It reads the ids, and loads its rows, before it waits. It reads them past the L1
+  cache, which may hold older ones;
 - places, positions and segments are moved by torch's own operations, which are launched without
   the attribute. Each starts when all earlier kernels have ended, including those that read the old
   values, and later kernels start when it has ended. test_no_step_sees_an_old_position runs
@@ -240,16 +241,18 @@ def in_order(x):
 
 
 @jit
-def from_order(rank):
-    """The floats of in_order."""
-    bits = rank ^ ((rank >> 31) & 0x7FFFFFFF)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@jit
 def barrier():
     """Wait for the other threads of the program."""
     tl.debug_barrier()
+
+
+@jit
+def fence():
+    """Make what this thread wrote visible to the whole GPU before it goes on."""
+    if not EMULATED:
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.gpu; mov.b32 $0, $1;", "=r,r", [0], tl.int32, is_pure=False, pack=1
+        )
 
 
 # The last program merges. Where programs share an output, each leaves its part in scratch memory,

@@ -241,6 +241,22 @@ STORE_ROWS = Epilogue(prepare_rows, store_rows)
 # ---- stacks: matrices of equal shape in one Matrix, one after the other, as experts have them
 
 
+class Choice(NamedTuple):
+    """How a kernel chooses one of the matrices of a stack. It gets this as a constant, CHOICE."""
+
+    # (args, ids, WARPS, CHOICE) -> the matrix in slot program_id(1), and the weight of its product. If
+    # program_id(0) is the last one, it also writes the matrix's id
+    choose: object
+    experts: int  # to choose from
+    padded: int  # the next power of two
+    slots: int  # how many are chosen
+    norm_topk: bool  # whether their weights add up to 1
+
+    @property
+    def cache_key(self) -> str:
+        return cache_key(self)
+
+
 class Stack(NamedTuple):
     """Which matrices of a stack one token takes."""
 
@@ -248,13 +264,15 @@ class Stack(NamedTuple):
     rows: int  # of each matrix
     # How many parts x has, [summed, K], one for each matrix; their products are added up. With 1,
     # x [1, K] is multiplied by each of k matrices. The epilogue then finds the matrix's slot in
-    # program_id(1)
+    # program_id(1), and its weight as the last of its args
     summed: int
+    choice: Choice | None = None  # with summed = 1, when the kernel chooses, and writes the ids
+    chosen_from: tuple = ()  # the args of `choose`
 
     @property
     def products(self) -> int:
         """How many products there are; those that are added up count as one."""
-        return 1 if self.ids is None or self.summed > 1 else len(self.ids)
+        return self.choice.slots if self.choice else 1
 
 
 class Slots(NamedTuple):
@@ -362,31 +380,33 @@ def _range_of(
 
 # ---- one token
 #
-#      Where W is a stack, `ids` picks some of its matrices, of N rows and K columns each. With
-#      SUMMED = 1 (w13), each of them multiplies the same x, in its own row of the grid; with
-#      more SUMMED (w2), x has a part for each matrix, and the products are added up. Without a stack,
-#      SUMMED is 1. launch.py says why the first waits before it reads the ids, and the second
-#      need not.
+#      Where W is a stack, some of its matrices are multiplied, of N rows and K columns each. With
+#      CHOICE (w13), they are chosen on the way, and each multiplies the same x, in its own row of the
+#      grid; otherwise (w2) `ids` says which they are. x has a part for each of SUMMED matrices, and
+#      the products are added up. Without a stack, SUMMED is 1. launch.py says why the first waits
+#      before it chooses, and the second reads the ids without a wait.
 
 
 @jit
 def _vector_kernel(
-    x, norm, w, bias, eps, args, ids, N: tl.constexpr, K: tl.constexpr, SUMMED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, HALF2_ASM: tl.constexpr, FORMAT: tl.constexpr,
+    x, norm, w, bias, eps, args, ids, chosen_from,
+    N: tl.constexpr, K: tl.constexpr, SUMMED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WARPS: tl.constexpr, HALF2_ASM: tl.constexpr, CHOICE: tl.constexpr, FORMAT: tl.constexpr,
     EPILOGUE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token: rmsnorm(x) W^T, or x W^T where norm is None, for ROWS rows of W, read BLOCK
     columns at a time. The norm's factor 1 / rms(x) is one number for all of x, so it is applied to
     the sums. For products in half precision, x is read twice, first for its range. args are
     those of the epilogue, which loads before the wait what it will store with."""
-    if ids is not None and SUMMED == 1:
-        gdc_wait(PDL)
-    gdc_launch_dependents(PDL)
+    first, args = first_rows(ids, chosen_from, args, N, SUMMED, WARPS, CHOICE, PDL)
     row = tl.program_id(0) * ROWS
+    if CHOICE is not None:
+        has_no_rows = row >= N
+        if has_no_rows:
+            return
     SIZES: tl.constexpr = EPILOGUE.sizes
     ready = prepared(args, row, 0, 1, N, ROWS, 1, EPILOGUE)
     rows = row + tl.arange(0, ROWS)
-    first = first_rows(ids, N, SUMMED)
     start, scales = (), ()
     for slot in tl.static_range(SUMMED):
         start += ((tl.minimum(rows, N - 1).to(tl.int64) + first[slot])[:, None] * K,)
@@ -748,8 +768,11 @@ def launch_single(
         kernel, grid, constants = _stream_plan(op, w, stack)
     else:
         kernel, grid, constants = _vector_plan(op, w, format, stack, in_half2)
-    args = (x, norm, w.tensors, w.bias, eps, args, stack.ids)
-    _launch(kernel, grid, args, w, stack.rows, epilogue, **constants, SUMMED=stack.summed)
+    if stack.choice:  # one more for each slot, which has no rows, and writes the id
+        grid = (grid[0] + 1, grid[1])
+    args = (x, norm, w.tensors, w.bias, eps, args, stack.ids, stack.chosen_from)
+    constants |= dict(SUMMED=stack.summed, CHOICE=stack.choice)
+    _launch(kernel, grid, args, w, stack.rows, epilogue, **constants)
 
 
 def _vector_plan(op: str, w: Matrix, format: Format, stack: Stack, in_half2: bool) -> tuple:
@@ -762,7 +785,7 @@ def _vector_plan(op: str, w: Matrix, format: Format, stack: Stack, in_half2: boo
     asm = None
     if in_half2 and format.half2 and block >= least * warps:
         asm = half2_asm(format.half2)
-    constants = dict(ROWS=sizes.rows, BLOCK=block, HALF2_ASM=asm, warps=warps)
+    constants = dict(WARPS=warps, ROWS=sizes.rows, BLOCK=block, HALF2_ASM=asm, warps=warps)
     grid = (triton.cdiv(stack.rows, sizes.rows), stack.products)
     return _vector_kernel, grid, constants
 

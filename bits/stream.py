@@ -11,7 +11,7 @@ from __future__ import annotations  # tl.constexpr is not evaluated where there 
 
 from bits.groups import begin_of, half2_of, half_at
 from formats import as_floats, first_rows, load_vector, row_scale
-from launch import EMULATED, gdc_launch_dependents, gdc_wait, jit, prepared, tl, triton
+from launch import EMULATED, gdc_wait, jit, prepared, tl, triton
 
 
 @jit
@@ -165,25 +165,29 @@ def _scales_side_by_side(
 
 @jit
 def stream_kernel(
-    x, norm, w, bias, eps, args, ids, N: tl.constexpr, K: tl.constexpr, SUMMED: tl.constexpr,
-    ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    FORMAT: tl.constexpr, EPILOGUE: tl.constexpr, PDL: tl.constexpr,
+    x, norm, w, bias, eps, args, ids, chosen_from,
+    N: tl.constexpr, K: tl.constexpr, SUMMED: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, CHOICE: tl.constexpr, FORMAT: tl.constexpr,
+    EPILOGUE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What products._vector_kernel does, for a format with stream_load and stream_sums. A program
     loops over TILES tiles of ROWS rows. Triton's pipelining turns the loads of W in this loop into
     asynchronous copies to shared memory, STAGES - 1 tiles ahead, the first of them before the
     wait."""
-    if ids is not None and SUMMED == 1:
-        gdc_wait(PDL)
-    gdc_launch_dependents(PDL)
+    WARPS: tl.constexpr = BLOCK // 2048
+    first, args = first_rows(ids, chosen_from, args, N, SUMMED, WARPS, CHOICE, PDL)
     WIDTH: tl.constexpr = SUMMED * K  # columns of all matrices side by side
     row = tl.program_id(0) * (ROWS * TILES)
+    if CHOICE is not None:
+        has_no_rows = row >= N
+        if has_no_rows:
+            return
     end = tl.minimum(row + ROWS * TILES, N)
     COUNT: tl.constexpr = max(32, triton.next_power_of_2(ROWS * TILES))
     offs = tl.arange(0, COUNT)
     SIZES: tl.constexpr = EPILOGUE.sizes
     ready = prepared(args, row, 0, 1, end, COUNT, 1, EPILOGUE)
-    first, offsets = first_rows(ids, N, SUMMED), ()
+    offsets = ()
     for slot in tl.static_range(SUMMED):
         offsets += ((first[slot] - slot) * K,)
     if FORMAT.gain is not None and SUMMED == 1:
@@ -196,7 +200,6 @@ def stream_kernel(
             norm_tiles += (_load_eighths(norm, k, K, SUMMED, BLOCK, FORMAT),)
     x_parts, squares = _no_x(WIDTH, BLOCK, FORMAT)  # until the wait
     PARTS: tl.constexpr = len(x_parts)
-    WARPS: tl.constexpr = BLOCK // 2048
     EACH: tl.constexpr = ROWS if EMULATED else 1  # rows that are loaded together
     added = tl.zeros([COUNT], tl.float32)
     sums = tl.zeros([WARPS, COUNT], tl.float32)

@@ -74,7 +74,7 @@ def cost(op: str, model: Llama, T: int, start_pos: int = 0) -> tuple[float, floa
             cached = model.kv_dtype.itemsize * 2.0 * (start_pos + T) * kv
             return size * 2.0 * T * q + cached, 4.0 * q * seen
         case "route":
-            return product(of_layers("router"), C + T * slots * 8 / size)  # ids and weights
+            return product(of_layers("router"), C + T * c.n_experts * 4 / size)  # logits
         case "rmsnorm_swiglu":
             return product(of_layers("w13"), C + T * slots * F, chosen)
         case "wo":
@@ -162,6 +162,9 @@ def ops_of(model: Llama, pass_: Pass, inputs: Inputs) -> dict[str, Callable[[int
 
     def swiglu(i: int) -> object:
         return ops.rmsnorm_swiglu(x, layers[i], pass_, routes[i])
+
+    for i in range(len(layers)) if model.config.n_experts else ():
+        swiglu(i)  # which chooses the experts of w2
 
     def output(i: int) -> object:
         return ops.rmsnorm_linear(x, model.weights.norm, model.weights.output, pass_, logits)

@@ -943,6 +943,9 @@ MUTANTS = [
     # one of two paths
     Mutant("experts.py", "(logits, layer.router_gain,", "(logits, 1.0,", "moves_and_the_router"),
     Mutant("launch.py", "(x + 0.0).to(", "x.to(", "either_sign"),
+    Mutant("experts.py", "& -BLOCK) + (BLOCK - 1 - offs)", "& -BLOCK) + offs", "that_tie"),
+    Mutant("experts.py", "there & (key == TAKEN)", "there", "eight_of_128"),
+    Mutant("experts.py", "tl.store(ids + slot, id)", "tl.store(ids + slot, 0)", "equal_their_reference"),
     Mutant(
         "experts.py", "pass_.norm_eps, layer.router_gain)", "pass_.norm_eps, 1.0)", "the_router"
     ),

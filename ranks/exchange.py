@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experts import Routes, slots_added
+from experts import Logits, Routes
 from formats import Matrix
 from launch import (
     gdc_launch_dependents,
@@ -237,14 +237,14 @@ class Exchange:
         self.flags = addresses(flags.addresses, flags.own.itemsize * rank)
         self.sums = torch.zeros(len(flags.own), dtype=torch.int32, device=device)
 
-    def sends(self, x: Tensor, w: Matrix, routes: Routes | None) -> bool:
+    def sends(self, x: Tensor, w: Matrix, routes: Routes | Logits | None) -> bool:
         """Whether linear_add takes this product: one or, without experts, a few tokens."""
         if routes is not None:
             return len(x) == 1
         return len(x) <= MAX_FEW and is_fused(Product("linear_add", x, w))
 
     def linear_add(
-        self, x: Tensor, w: Matrix, residual: Tensor, routes: Routes | None = None
+        self, x: Tensor, w: Matrix, residual: Tensor, routes: Logits | None = None
     ) -> Tensor:
         """residual += x W^T over all ranks, in place, as kernels.linear_add does. x [T, K], W [C,
         K], residual [T, C]"""
@@ -253,7 +253,7 @@ class Exchange:
             self.send(Product("linear_add", x, w))
         else:
             product = Product("experts_linear_add", x[0], w)
-            self.send(product, slots_added(routes, residual))
+            self.send(product, routes.added(residual.shape[1]))
         return self.add_received(w, residual)
 
     def rmsnorm_linear(self, x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor) -> Tensor:

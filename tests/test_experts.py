@@ -15,7 +15,6 @@ from bits.int4 import INT4
 from cards import sizes as launch_sizes
 from formats import Matrix
 from fp8 import E4M3, E4M3_NATIVE, E5M2
-from launch import launch
 from tests.helpers import (
     DEVICE,
     INF,
@@ -31,6 +30,7 @@ from tests.helpers import (
     needs_gpu,
     nmse,
     pass_of_experts,
+    picked,
     randn,
     random_matrix,
 )
@@ -114,7 +114,7 @@ def test_norm_that_a_format_moves_and_the_router():
     layer.router_gain = products.fit_norm(layer.ffn_norm, layer.w13)
     assert layer.router_gain < 1
     for ops, rows in itertools.product((kernels.reference, kernels.fused), (150, 20, 3, 1)):
-        after = ops.route(x[:rows].contiguous(), layer, pass_)
+        after = picked(ops.route(x[:rows].contiguous(), layer, pass_))
         assert torch.equal(after.ids, before.ids[:rows])
         assert torch.allclose(after.weights, before.weights[:rows], rtol=1e-3)
 
@@ -123,15 +123,16 @@ def test_exchange_of_experts():
     """Two ranks in one process, with a share of each expert's hidden_dim."""
     E, k, C, F, dtype = 5, 2, 72, 48, torch.float16
     ids = torch.tensor([[3, 1]], dtype=torch.int32, device=DEVICE)
-    routes = experts.Routes(ids, torch.ones(1, k, device=DEVICE))
-    parts = [Matrix(randn(E * C, F, dtype=dtype, scale=0.1)) for _ in range(2)]
-    h = [randn(1, k, F, dtype=dtype) for _ in range(2)]
     residual = randn(1, C, dtype=dtype)
     exact = residual.float()
+    routes = experts.Logits(ids, residual, torch.ones(E, device=DEVICE), 1.0, norm_topk=True)
+    chosen = experts.Routes(ids, torch.ones(1, k, device=DEVICE))
+    parts = [Matrix(randn(E * C, F, dtype=dtype, scale=0.1)) for _ in range(2)]
+    h = [randn(1, k, F, dtype=dtype) for _ in range(2)]
     for part, mine in zip(parts, h):
-        kernels.linear_add_ref(mine.float(), dense(part), exact, routes)
+        kernels.linear_add_ref(mine.float(), dense(part), exact, chosen)
     exchanges = exchanges_of([[part] for part in parts])
-    stack = experts.slots_added(routes, residual)
+    stack = routes.added(C)
     for exchange, part, mine in zip(exchanges, parts, h):
         exchange.send(products.Product("experts_linear_add", mine[0], part), stack)
     for exchange, part in zip(exchanges, parts):
@@ -139,7 +140,8 @@ def test_exchange_of_experts():
         assert nmse(ours, exact) < ONE_UNIT[dtype]
     term = torch.full((1, C), NAN, dtype=dtype, device=DEVICE)
     kernels.fused.linear_store(h[0], parts[0], term, routes)
-    ours = kernels.reference.linear_store(h[0].float(), dense(parts[0]), term.float(), routes)
+    exact = h[0].float(), dense(parts[0]), term.float(), chosen
+    ours = kernels.reference.linear_store(*exact)
     assert nmse(term, ours) < ONE_UNIT[dtype]
 
 
@@ -151,7 +153,8 @@ def routes_of(logits: torch.Tensor, k: int, ops=kernels.fused, norm_topk=True):
         router=Matrix((logits.t() / T**0.5).contiguous().to(DEVICE)),
         router_gain=1.0,
     )
-    return ops.route(torch.eye(T, device=DEVICE), layer, pass_of_experts(k, norm_topk, eps=0.0))
+    pass_ = pass_of_experts(k, norm_topk, eps=0.0)
+    return picked(ops.route(torch.eye(T, device=DEVICE), layer, pass_))
 
 
 @pytest.mark.parametrize("ops", [kernels.reference, kernels.fused], ids=["torch", "triton"])
@@ -180,10 +183,17 @@ def test_experts_that_tie_or_are_not_finite(ops, T):
         assert routes.weights[T // 2].cpu().allclose(shares, rtol=1e-3, equal_nan=True), logits
 
 
+@pytest.mark.parametrize("T", [1, 3, 20])
+def test_eight_of_128_experts(T):
+    logits = torch.stack([torch.randperm(128) for _ in range(T)]) / 8 - 8
+    best = logits.topk(8)
+    routes = routes_of(logits, 8)
+    assert torch.equal(routes.ids.cpu().long(), best.indices)
+    assert routes.weights.cpu().allclose(best.values.softmax(1), rtol=1e-3)
+
+
 def test_zeros_of_either_sign_tie():
-    logits = torch.tensor([[-1, -0.0, 0.0, -2, -3]], device=DEVICE)
-    ids = torch.empty(1, 2, dtype=torch.int32, device=DEVICE)
-    weights = torch.empty(1, 2, device=DEVICE)
-    sizes = experts._sizes_of_pick(5, pass_of_experts(2), experts.PICKED)
-    launch(experts._pick_kernel, (1,), DEVICE, logits, 1.0, ids, weights, 1, **sizes)
-    assert ids.tolist() == [[1, 2]] and weights.tolist() == [[0.5, 0.5]]
+    logits = torch.tensor([-1, -0.0, 0.0, -2, -3], device=DEVICE)
+    ids = torch.zeros(1, 2, dtype=torch.int32, device=DEVICE)
+    routes = picked(experts.Logits(ids, logits, logits, 1.0, norm_topk=True))
+    assert routes.ids.tolist() == [[1, 2]] and routes.weights.tolist() == [[0.5, 0.5]]
