@@ -526,10 +526,12 @@ def _launch_few_rows(
     T, H, _ = q.shape
     KH, P, _ = k.shape
     scales, constants = _constants(q, k)
-    blocks = triton.cdiv(pass_.longest * H // KH, hopper.FEW_M)
+    rows = pass_.longest * H // KH
+    blocks = triton.cdiv(rows, hopper.FEW_M)
     block_d = max(64, constants["BLOCK_D"])
     grid, scratch = _divided(pass_, KH, blocks, hopper.FEW_M, block_d, sizes)
     constants |= dict(G=H // KH, BLOCKS=blocks, BLOCK_D=block_d, WARPS=sizes.warps, SPLITS=grid[1])
+    constants |= dict(KEPT=8 if rows <= 8 else hopper.FEW_M)
     constants |= dict(LEAST=max(16 * sizes.warps, sizes.least), warps=sizes.warps)
     args = (q, k, v, out, *scratch, pass_.segments, P, T, *scales)
     launch(hopper.few_attention_kernel, grid, q.device, *args, **constants)

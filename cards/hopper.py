@@ -308,6 +308,8 @@ def prompt_attention(
 #      - Values: neighbouring elements of each of four positions, since here the sum is over
 #        positions, four a thread. Neighbours are columns of the results of different instructions,
 #        so column n of the result is not column n of the head: offs_d says which it is.
+#      - Rows: one token has 8 or fewer in most models. Then only half of the instruction's result goes
+#        through shared memory, where warps merge their softmaxes, and from split to split.
 
 FEW_M = 16  # rows of a program
 
@@ -368,9 +370,10 @@ def _merge(
     the indices of the first split's rows."""
     ROW: gl.constexpr = first.type.layout
     Y: gl.constexpr = ROW.parent
-    peak = gl.full([16], -1e30, gl.float32, ROW)
-    total = gl.zeros([16], gl.float32, ROW)
-    y = gl.zeros([16, BLOCK_D], gl.float32, Y)
+    M: gl.constexpr = first.shape[0]
+    peak = gl.full([M], -1e30, gl.float32, ROW)
+    total = gl.zeros([M], gl.float32, ROW)
+    y = gl.zeros([M, BLOCK_D], gl.float32, Y)
     for begin in range(0, used, AT_ONCE):
         maxima = ()
         sums = ()
@@ -399,13 +402,26 @@ def _merge(
 
 
 @jit
+def _kept(x, KEPT: gl.constexpr):
+    """The first 8 of 16 rows, or all of them, in dimension 1: every element stays in its thread."""
+    if KEPT == 16:
+        return x
+    elif len(x.shape) == 2:
+        return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, 8]), [0, 2, 1]))[0]
+    else:
+        halves = gl.reshape(x, [x.shape[0], 2, 8, x.shape[2]])
+        return gl.split(gl.permute(halves, [0, 2, 3, 1]))[0]
+
+
+@jit
 def few_attention_kernel(
     q, k_cache, v_cache, out, partial, ends, arrived, segments, P, T, qk_scale, v_scale,
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, WARPS: gl.constexpr,
-    BLOCKS: gl.constexpr, SPLITS: gl.constexpr, LEAST: gl.constexpr, DECODE: gl.constexpr, PDL: gl.constexpr,
+    BLOCKS: gl.constexpr, KEPT: gl.constexpr, SPLITS: gl.constexpr, LEAST: gl.constexpr,
+    DECODE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """16 of the rows of a segment and a key/value head, G for each token, over one split of the
-    positions; attention.py explains how splits are merged."""
+    positions; attention.py explains how splits are merged. KEPT: 8 if there are no more rows, or 16."""
     gdc_launch_dependents(PDL)
     # Elements that a thread loads at once, of a key, and of a value: fewer with small heads in 8
     # bits
@@ -470,13 +486,15 @@ def few_attention_kernel(
             [WARPS, 1, 4], [1, 32 // LANES, LANES], [1, WARPS, 1], [2, 1, 0]
         )
         Y: gl.constexpr = gl.SliceLayout(0, ALL)
-        maxima = gl.convert_layout(row_max, gl.SliceLayout(2, ALL))
+        maxima = gl.convert_layout(_kept(row_max, KEPT), gl.SliceLayout(2, ALL))
         peak = gl.max(maxima, 0)
         weight = gl.exp2((maxima - peak[None, :]) * qk_scale)
-        total = gl.sum(gl.convert_layout(row_sum, gl.SliceLayout(2, ALL)) * weight, 0)
+        sums = gl.convert_layout(_kept(row_sum, KEPT), gl.SliceLayout(2, ALL))
+        total = gl.sum(sums * weight, 0)
         total = gl.convert_layout(total, gl.SliceLayout(1, Y))
-        y = gl.sum(gl.convert_layout(acc, ALL) * weight[:, :, None], 0) * v_scale
-        row = top + gl.arange(0, 16, gl.SliceLayout(1, Y))
+        parts = gl.convert_layout(_kept(acc, KEPT), ALL)
+        y = gl.sum(parts * weight[:, :, None], 0) * v_scale
+        row = top + gl.arange(0, KEPT, gl.SliceLayout(1, Y))
         column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, Y))
         offs_d = (column // (8 * EV) * (8 * EV) + column % 8 * EV + column // 8 % EV)[None, :]
         offs = ((begin + row // G) * H + head * G + row % G)[:, None] * D + offs_d

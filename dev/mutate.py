@@ -945,7 +945,9 @@ MUTANTS = [
     Mutant("launch.py", "(x + 0.0).to(", "x.to(", "either_sign"),
     Mutant("experts.py", "& -BLOCK) + (BLOCK - 1 - offs)", "& -BLOCK) + offs", "that_tie"),
     Mutant("experts.py", "there & (key == TAKEN)", "there", "eight_of_128"),
-    Mutant("experts.py", "tl.store(ids + slot, id)", "tl.store(ids + slot, 0)", "equal_their_reference"),
+    Mutant(
+        "experts.py", "tl.store(ids + slot, id)", "tl.store(ids + slot, 0)", "equal_their_reference"
+    ),
     Mutant(
         "experts.py", "pass_.norm_eps, layer.router_gain)", "pass_.norm_eps, 1.0)", "the_router"
     ),

@@ -84,7 +84,7 @@ def launch_ops(names, dtype, T: int, heads=(8, 8, 128), format=None, ops=kernels
 def launch_attention(dtype: torch.dtype) -> None:
     """With one token, a few and a prompt; also of a cache in 8 bits, and of several segments."""
     attend = partial(launch_ops, ["attention"], dtype)
-    for T, heads in ((1, (8, 8, 128)), (3, (16, 2, 128)), (512, (8, 8, 128))):
+    for T, heads in ((1, (8, 8, 128)), (1, (8, 2, 128)), (3, (16, 2, 128)), (512, (8, 8, 128))):
         attend(T, heads)
     attend(1, (16, 2, 128), segments=[(16, 300), (1, 0)])
     attend(1, (8, 8, 128), segments=[(1, 300)] * 16)
