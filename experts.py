@@ -35,7 +35,6 @@ from launch import (
     gdc_launch_dependents,
     gdc_wait,
     in_order,
-    is_last,
     jit,
     launch,
     tl,
@@ -47,9 +46,9 @@ if TYPE_CHECKING:
     from model import LayerWeights
     from passes import Pass
 
-FEW_ROUTED = 8  # up to so many tokens, one kernel does all that a router does
-MOST_ROUTED = 128  # beyond, the library computes the logits
-PICKED = 4  # tokens of a program of _pick_kernel, for more
+FEW_ROUTED = 8  # tokens; with more, the logits are computed on tensor cores
+MOST_ROUTED = 128  # and with more than these by the library
+PICKED = 4  # tokens of a program of _pick_kernel
 LOWEST = constexpr(torch.finfo(torch.float32).min)
 TAKEN = constexpr(-(2**31))  # below in_order of every logit
 
@@ -104,9 +103,76 @@ def route_ref(x: Tensor, layer: LayerWeights, pass_: Pass) -> Routes | None:
     return Routes(ids.int(), weights)
 
 
-# A few tokens: each program computes some logits of one of them. If there are several tokens, the last
-# program to finish picks the experts of all, and sorts the slots. The kernel lets the next one start
-# only after its own wait, since without logits or ids the product with w13 can load nothing.
+# The logits of a few tokens. The kernel lets the next one start only after its own wait, since without
+# logits the product with w13 can load nothing.
+
+
+@jit
+def _few_logits_kernel(
+    x, norm, w, eps, logits, normed,
+    E: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """ROWS logits of one token. With a single token, the first program also stores `normed`."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    offs_c = tl.arange(0, BLOCK)
+    mask_c = offs_c < C
+    offs = rows[:, None] * C + offs_c[None, :]
+    tile = tl.load(w + offs, mask=(rows[:, None] < E) & mask_c[None, :], other=0.0)
+    factors = tl.load(norm + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+    gdc_wait(PDL)
+    gdc_launch_dependents(PDL)
+    t = tl.program_id(1)
+    values = tl.load(x + t * C + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+    inv_rms = tl.rsqrt(tl.sum(values * values) / C + eps)
+    if normed is not None:
+        y = (values * inv_rms * factors).to(normed.dtype.element_ty)
+        tl.store(normed + offs_c, y, mask=mask_c & (tl.program_id(0) == 0))
+    sums = tl.sum(tile.to(tl.float32) * (values * factors)[None, :], 1)
+    tl.store(logits + t * E + rows, sums * inv_rms, mask=rows < E)
+
+
+# Those of more tokens, on tensor cores
+
+
+@jit
+def _logits_kernel(
+    x, norm, w, eps, logits, T,
+    E: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """ROWS logits of 16 tokens. PARTS warps share BLOCK columns at a time."""
+    gdc_launch_dependents(PDL)
+    t = tl.program_id(0) * 16 + tl.arange(0, 16)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    PART: tl.constexpr = BLOCK // PARTS
+    offs_c = tl.arange(0, PARTS)[:, None, None] * PART + tl.arange(0, PART)[None, None, :]
+    w_rows = w + tl.minimum(rows, E - 1)[None, :, None] * C
+    tile = tl.load(w_rows + offs_c, mask=offs_c < C, other=0.0)
+    gdc_wait(PDL)
+    x_rows = x + tl.minimum(t, T - 1).to(tl.int64)[None, :, None] * C
+    x_tiles = ()
+    squares = tl.zeros([PARTS, 16], tl.float32)
+    for c in tl.static_range(0, C, BLOCK):
+        x_tiles += (tl.load(x_rows + c + offs_c, mask=c + offs_c < C, other=0.0),)
+        values = x_tiles[c // BLOCK].to(tl.float32)
+        squares += tl.sum(values * values, 2)
+    inv_rms = tl.rsqrt(tl.sum(squares, 0) / C + eps)
+    acc = tl.zeros([PARTS, 16, ROWS], tl.float32)
+    for c in tl.static_range(0, C, BLOCK):
+        factors = tl.load(norm + c + offs_c, mask=c + offs_c < C, other=0.0).to(tl.float32)
+        normed = x_tiles[c // BLOCK].to(tl.float32) * inv_rms[None, :, None] * factors
+        if c > 0:
+            tile = tl.load(w_rows + c + offs_c, mask=c + offs_c < C, other=0.0)
+        normed = normed.to(tile.dtype)
+        if EMULATED:  # the interpreter's own bf16 products are wrong
+            normed, tile = normed.to(tl.float32), tile.to(tl.float32)
+        acc = tl.dot(normed, tl.permute(tile, (0, 2, 1)), acc, input_precision="ieee")
+    offs = t[:, None] * E + rows[None, :]
+    tl.store(logits + offs, tl.sum(acc, 0), mask=(t[:, None] < T) & (rows[None, :] < E))
+
+
+# The experts, from the logits: one token's by the programs of the product with w13, and those of several
+# tokens by a kernel, or two, which also sort the slots
 
 
 @jit
@@ -171,116 +237,49 @@ def _choose(args, ids, WARPS: tl.constexpr, CHOICE: tl.constexpr):
 
 @jit
 def _pick(
-    logits, gain, ids, weights, t, T, E: tl.constexpr, SLOTS: tl.constexpr,
+    logits, gain, ids, weights, t, T, stores, E: tl.constexpr, SLOTS: tl.constexpr,
     NORM_TOPK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Store the experts of tokens t [TOKENS] and their weights. Returns the ids [TOKENS, BLOCK_S], E
-    where there is no slot."""
+    """The ids of the experts of tokens t [TOKENS], [TOKENS, BLOCK_S], E where there is no slot. If this
+    program `stores` them, it does so with their weights."""
     slots = tl.arange(0, BLOCK_S)[None, :]
     own = (t < T)[:, None]
     pointers = logits + t[:, None] * E
     best, shares, total = _best_experts(pointers, gain, own, E, SLOTS, NORM_TOPK, BLOCK)
     chosen = tl.full([t.shape[0], BLOCK_S], E, tl.int32)
-    share = tl.full([t.shape[0], BLOCK_S], 0.0, tl.float32)
     for slot in tl.static_range(SLOTS):
         chosen = tl.where(own & (slots == slot), best[slot][:, None], chosen)
-        share = tl.where(slots == slot, _share_of(best[slot], shares)[:, None], share)
-    places = t[:, None] * SLOTS + slots
-    tl.store(ids + places, chosen, mask=own & (slots < SLOTS))
-    tl.store(weights + places, share / total[:, None], mask=own & (slots < SLOTS))
+    if stores:
+        share = tl.full([t.shape[0], BLOCK_S], 0.0, tl.float32)
+        for slot in tl.static_range(SLOTS):
+            share = tl.where(slots == slot, _share_of(best[slot], shares)[:, None], share)
+        places = t[:, None] * SLOTS + slots
+        tl.store(ids + places, chosen, mask=own & (slots < SLOTS))
+        tl.store(weights + places, share / total[:, None], mask=own & (slots < SLOTS))
     return chosen
 
 
 @jit
-def _sort(chosen, order, counts, E, SLOTS: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Sort slots by expert, those of an expert in the order of tokens. A slot's place is the number
-    of those that come before it. chosen: see _pick."""
-    COUNT: tl.constexpr = chosen.shape[0] * chosen.shape[1]
-    token = tl.arange(0, chosen.shape[0])[:, None]
-    slot = token * SLOTS + tl.arange(0, chosen.shape[1])[None, :]
-    key = (chosen * COUNT + slot).reshape(COUNT)
-    place = tl.sum((key[None, :] < key[:, None]).to(tl.int32), 1)
-    chosen = chosen.reshape(COUNT)
-    tl.store(order + place, slot.reshape(COUNT), mask=chosen < E)
-    offs_e = tl.arange(0, BLOCK_E)
-    each = tl.sum((chosen[None, :] == offs_e[:, None]).to(tl.int32), 1)
-    tl.store(counts + offs_e, each, mask=offs_e < E)
-
-
-@jit
-def _route_kernel(
-    x, norm, w, eps, gain, logits, normed, arrived, ids, weights, order, counts, T,
-    E: tl.constexpr, C: tl.constexpr, SLOTS: tl.constexpr, NORM_TOPK: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_S: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """ROWS logits of one of T tokens, up to TOKENS. With one token, the first program also stores
-    `normed`; with several, the last one to finish does the rest. arrived: see is_last."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    offs_c = tl.arange(0, BLOCK)
-    mask_c = offs_c < C
-    offs = rows[:, None] * C + offs_c[None, :]
-    tile = tl.load(w + offs, mask=(rows[:, None] < E) & mask_c[None, :], other=0.0)
-    factors = tl.load(norm + offs_c, mask=mask_c, other=0.0).to(tl.float32)
-    gdc_wait(PDL)
-    gdc_launch_dependents(PDL)
-    t = tl.program_id(1)
-    values = tl.load(x + t * C + offs_c, mask=mask_c, other=0.0).to(tl.float32)
-    inv_rms = tl.rsqrt(tl.sum(values * values) / C + eps)
-    if normed is not None:
-        y = (values * inv_rms * factors).to(normed.dtype.element_ty)
-        tl.store(normed + offs_c, y, mask=mask_c & (tl.program_id(0) == 0))
-    sums = tl.sum(tile.to(tl.float32) * (values * factors)[None, :], 1)
-    tl.store(logits + t * E + rows, sums * inv_rms, mask=rows < E)
-    if ids is not None:
-        programs = tl.num_programs(0) * T
-        if is_last(arrived, programs):
-            tokens = tl.arange(0, TOKENS)
-            chosen = _pick(
-                logits, gain, ids, weights, tokens, T, E, SLOTS, NORM_TOPK, BLOCK_E, BLOCK_S
-            )
-            _sort(chosen, order, counts, E, SLOTS, BLOCK_E)
-
-
-# More tokens: their logits by tensor cores, for a prompt by the library, then programs for a few
-# tokens each, then one for each expert.
-
-
-@jit
-def _logits_kernel(
-    x, norm, w, eps, logits, T,
-    E: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+def _pick_and_sort_kernel(
+    logits, gain, ids, weights, order, counts, T, E: tl.constexpr, SLOTS: tl.constexpr,
+    NORM_TOPK: tl.constexpr, TOKENS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS logits of 16 tokens. PARTS warps share BLOCK columns at a time."""
+    """The experts of up to TOKENS tokens, which each program finds by itself, and the slots of one of
+    these experts: see _sort_kernel."""
     gdc_launch_dependents(PDL)
-    t = tl.program_id(0) * 16 + tl.arange(0, 16)
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    PART: tl.constexpr = BLOCK // PARTS
-    offs_c = tl.arange(0, PARTS)[:, None, None] * PART + tl.arange(0, PART)[None, None, :]
-    w_rows = w + tl.minimum(rows, E - 1)[None, :, None] * C
-    tile = tl.load(w_rows + offs_c, mask=offs_c < C, other=0.0)
+    expert = tl.program_id(0)
+    t = tl.arange(0, TOKENS)
     gdc_wait(PDL)
-    x_rows = x + tl.minimum(t, T - 1).to(tl.int64)[None, :, None] * C
-    x_tiles = ()
-    squares = tl.zeros([PARTS, 16], tl.float32)
-    for c in tl.static_range(0, C, BLOCK):
-        x_tiles += (tl.load(x_rows + c + offs_c, mask=c + offs_c < C, other=0.0),)
-        values = x_tiles[c // BLOCK].to(tl.float32)
-        squares += tl.sum(values * values, 2)
-    inv_rms = tl.rsqrt(tl.sum(squares, 0) / C + eps)
-    acc = tl.zeros([PARTS, 16, ROWS], tl.float32)
-    for c in tl.static_range(0, C, BLOCK):
-        factors = tl.load(norm + c + offs_c, mask=c + offs_c < C, other=0.0).to(tl.float32)
-        normed = x_tiles[c // BLOCK].to(tl.float32) * inv_rms[None, :, None] * factors
-        if c > 0:
-            tile = tl.load(w_rows + c + offs_c, mask=c + offs_c < C, other=0.0)
-        normed = normed.to(tile.dtype)
-        if EMULATED:  # the interpreter's own bf16 products are wrong
-            normed, tile = normed.to(tl.float32), tile.to(tl.float32)
-        acc = tl.dot(normed, tl.permute(tile, (0, 2, 1)), acc, input_precision="ieee")
-    offs = t[:, None] * E + rows[None, :]
-    tl.store(logits + offs, tl.sum(acc, 0), mask=(t[:, None] < T) & (rows[None, :] < E))
+    chosen = _pick(
+        logits, gain, ids, weights, t, T, expert == 0, E, SLOTS, NORM_TOPK, BLOCK_E, BLOCK_S
+    )
+    slots = t[:, None] * SLOTS + tl.arange(0, BLOCK_S)[None, :]
+    chosen, slots = chosen.reshape(TOKENS * BLOCK_S), slots.reshape(TOKENS * BLOCK_S)
+    mine = (chosen == expert).to(tl.int32)
+    places = tl.sum((chosen < expert).to(tl.int32), 0) + tl.cumsum(mine, 0) - 1
+    tl.store(order + places, slots, mask=mine > 0)
+    tl.store(counts + expert, tl.sum(mine, 0))
 
 
 @jit
@@ -293,7 +292,7 @@ def _pick_kernel(
     gdc_launch_dependents(PDL)
     gdc_wait(PDL)
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    _pick(logits, gain, ids, weights, t, T, E, SLOTS, NORM_TOPK, BLOCK_E, BLOCK_S)
+    _pick(logits, gain, ids, weights, t, T, True, E, SLOTS, NORM_TOPK, BLOCK_E, BLOCK_S)
 
 
 @jit
@@ -325,67 +324,35 @@ def route(x: Tensor, layer: LayerWeights, pass_: Pass) -> Routes | Logits | None
     E, k = layer.router.rows, pass_.experts_per_token
     numbers = partial(x.new_empty, dtype=torch.int32)
     if T == 1:
-        logits, normed = x.new_empty(E, dtype=torch.float32), torch.empty_like(x)
-        _route_few(x, layer, pass_, (logits, normed), (None, None, None, None))
-        return Logits(numbers(1, k), normed, logits, layer.router_gain, pass_.norm_topk)
+        normed = torch.empty_like(x)
+        logits = _few_logits(x, layer, pass_, normed)
+        return Logits(numbers(1, k), normed, logits[0], layer.router_gain, pass_.norm_topk)
     weights = x.new_empty(T, k, dtype=torch.float32)
     routes = Routes(numbers(T, k), weights, numbers(T * k), numbers(E))
     if T <= FEW_ROUTED:
-        logits = x.new_empty(T, E, dtype=torch.float32)
-        _route_few(x, layer, pass_, (logits, None), routes)
+        logits = _few_logits(x, layer, pass_)
+    elif T <= MOST_ROUTED:
+        logits = _logits(x, layer, pass_)
     else:
-        _route_many(x, layer, pass_, routes)
+        logits = _library_logits(x, layer, pass_)
+    _pick_and_sort(logits, layer.router_gain, pass_, routes)
     return routes
 
 
-def _route_few(
-    x: Tensor,
-    layer: LayerWeights,
-    pass_: Pass,
-    single: tuple[Tensor, Tensor | None],
-    several: tuple[Tensor | None, ...],
-) -> None:
-    """single: the logits and, with one token, `normed`. several: with several, the Routes."""
+def _few_logits(
+    x: Tensor, layer: LayerWeights, pass_: Pass, normed: Tensor | None = None
+) -> Tensor:
+    """The logits [T, E] of up to FEW_ROUTED tokens, before router_gain. Stores rmsnorm(x) in `normed`,
+    if it is given, of a single token."""
     T, C = x.shape
     E = layer.router.rows
-    arrived = pass_.scratch.zeros("router arrived", 1, dtype=torch.int32)
-    args = (x, layer.ffn_norm, layer.router.data, pass_.norm_eps, layer.router_gain)
+    logits = x.new_empty(T, E, dtype=torch.float32)
+    args = (x, layer.ffn_norm, layer.router.data, pass_.norm_eps, logits, normed)
     block = triton.next_power_of_2(C)
     rows = 4 if T <= 4 else 8
-    warps = max(1, min(rows, block // 256))
-    tokens = max(triton.next_power_of_2(T), warps)  # each warp picks those of one token
-    launch(
-        _route_kernel,
-        (triton.cdiv(E, rows), T),
-        x.device,
-        *args,
-        *single,
-        arrived,
-        *several,
-        T,
-        **_sizes_of_pick(E, pass_.experts_per_token, pass_.norm_topk, tokens),
-        C=C,
-        ROWS=rows,
-        BLOCK=block,
-        warps=warps,
-    )
-
-
-def _sizes_of_pick(E: int, k: int, norm_topk: bool, tokens: int) -> dict[str, int]:
-    sizes = dict(E=E, SLOTS=k, NORM_TOPK=norm_topk, TOKENS=tokens)
-    return sizes | dict(BLOCK_E=triton.next_power_of_2(E), BLOCK_S=triton.next_power_of_2(k))
-
-
-def _route_many(x: Tensor, layer: LayerWeights, pass_: Pass, routes: Routes) -> None:
-    T = len(x)
-    E, k = layer.router.rows, pass_.experts_per_token
-    logits = _logits(x, layer, pass_) if T <= MOST_ROUTED else _library_logits(x, layer, pass_)
-    args = (logits, layer.router_gain, routes.ids, routes.weights, T)
-    sizes = _sizes_of_pick(E, k, pass_.norm_topk, PICKED)
-    launch(_pick_kernel, (triton.cdiv(T, PICKED),), x.device, *args, **sizes)
-    block = min(16384, triton.next_power_of_2(T * k))
-    args = (routes.ids, routes.order, routes.counts, T * k)
-    launch(_sort_kernel, (E,), x.device, *args, BLOCK=block, warps=min(8, max(1, block // 256)))
+    sizes = dict(E=E, C=C, ROWS=rows, BLOCK=block, warps=max(1, min(rows, block // 256)))
+    launch(_few_logits_kernel, (triton.cdiv(E, rows), T), x.device, *args, **sizes)
+    return logits
 
 
 def _logits(x: Tensor, layer: LayerWeights, pass_: Pass) -> Tensor:
@@ -412,6 +379,30 @@ def _library_logits(x: Tensor, layer: LayerWeights, pass_: Pass) -> Tensor:
     if x.is_cuda:
         return torch.mm(normed, w.t(), out_dtype=torch.float32)
     return functional.linear(normed.float(), w.float())  # on a CPU, mm has no out_dtype
+
+
+def _pick_and_sort(logits: Tensor, gain: float, pass_: Pass, routes: Routes) -> None:
+    T, E = logits.shape
+    k = pass_.experts_per_token
+    sizes = partial(_sizes_of_pick, E, k, pass_.norm_topk)
+    if T <= FEW_ROUTED:
+        tokens = triton.next_power_of_2(T)
+        args = (logits, gain, *routes, T)
+        launch(_pick_and_sort_kernel, (E,), logits.device, *args, **sizes(tokens))
+        return
+    args = (logits, gain, routes.ids, routes.weights, T)
+    launch(_pick_kernel, (triton.cdiv(T, PICKED),), logits.device, *args, **sizes(PICKED))
+    block = min(16384, triton.next_power_of_2(T * k))
+    args = (routes.ids, routes.order, routes.counts, T * k)
+    launch(
+        _sort_kernel, (E,), logits.device, *args, BLOCK=block, warps=min(8, max(1, block // 256))
+    )
+
+
+def _sizes_of_pick(E: int, k: int, norm_topk: bool, tokens: int) -> dict[str, int]:
+    """Each warp picks the experts of whole tokens."""
+    sizes = dict(E=E, SLOTS=k, NORM_TOPK=norm_topk, TOKENS=tokens, warps=min(4, tokens))
+    return sizes | dict(BLOCK_E=triton.next_power_of_2(E), BLOCK_S=triton.next_power_of_2(k))
 
 
 # ---- their products

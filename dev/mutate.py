@@ -948,9 +948,7 @@ MUTANTS = [
     Mutant(
         "experts.py", "tl.store(ids + slot, id)", "tl.store(ids + slot, 0)", "equal_their_reference"
     ),
-    Mutant(
-        "experts.py", "pass_.norm_eps, layer.router_gain)", "pass_.norm_eps, 1.0)", "the_router"
-    ),
+    Mutant("experts.py", "logits[0], layer.router_gain,", "logits[0], 1.0,", "the_router"),
     Mutant("experts.py", "rmsnorm(x, layer.ffn_norm,", "rmsnorm(x, x[0],", "moves_and_the_router"),
     # a helper that reference and kernel share
     Mutant("sampling.py", "if s.repeat_last_n < 0:", "if s.repeat_last_n <= 0:", "looks_back"),

@@ -34,7 +34,7 @@ GB/s: the bytes that a kernel must move in the time it took; % of read: of the r
 # The op of a kernel is the first whose pattern occurs in its name. Of the kernels that route a prompt
 # only the one that reads the router counts
 PATTERNS = {
-    "route": "^_route_kernel$|^_logits_kernel$",
+    "route": "^_few_logits_kernel$|^_logits_kernel$",
     "attention": "attention",
     "sample": "sample",
     "embedding": "embedding",

@@ -207,13 +207,13 @@ def test_steps_rows(dev_cli, tiny, tiny_model, monkeypatch):
     w2 = next(row for row in rows if row["kernel"].startswith("w2"))
     moved = 2 * op_table.cost("w2", tiny_model, 1)[0]
     assert w2["% of read"] == pytest.approx(100 * moved / 1e9 / (1e-3 * w2["ms"]))
-    layer[3:3] = ["_route_kernel"]
+    layer[3:3] = ["_few_logits_kernel"]
     step = [*layer * 2, "_vector_kernel"]
     events = [steps.Event(name, 2.0 * i, 2.0 * i + 1) for i, name in enumerate(step)]
     sparse = tiny_llama(torch.float32, n_experts=4, experts_per_token=2)
     rows, *_ = steps.profile_rows(events, sparse, 1, 100)
     read = {row["kernel"]: 1e9 * row["GB/s"] * row["ms"] * 1e-3 for row in rows}
-    assert read["_route_kernel"] == pytest.approx(2 * op_table.cost("route", sparse, 1)[0])
+    assert read["_few_logits_kernel"] == pytest.approx(2 * op_table.cost("route", sparse, 1)[0])
     assert read["w2: _vector_kernel"] == pytest.approx(2 * op_table.cost("w2", sparse, 1)[0])
 
 

@@ -724,7 +724,7 @@ def picked(routes: experts.Routes | experts.Logits) -> experts.Routes:
     weights = torch.empty(ids.shape, device=DEVICE)
     sizes = experts._sizes_of_pick(len(routes.logits), ids.shape[1], routes.norm_topk, 1)
     args = (routes.logits, routes.gain, ids, weights, 1)
-    launch.launch(experts._pick_kernel, (1,), DEVICE, *args, **sizes, warps=1)
+    launch.launch(experts._pick_kernel, (1,), DEVICE, *args, **sizes)
     return experts.Routes(ids, weights)
 
 
