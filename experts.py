@@ -4,8 +4,9 @@ k of them (Shazeer et al., 2017; Mixtral, Qwen3-MoE).
 The router, one more matrix, gives each token a logit for every expert. The token goes through the k
 with the highest ones, and the results are added up, each times its expert's weight: the softmax
 over all logits, divided by the sum of the k weights if the model says so (norm_topk). Equal logits:
-the lower id wins. A logit that is NaN counts as -inf, so that it beats no number; if all of them
-are NaN, the weights are too, and the logits of the model say so.
+the lower id wins. On a GPU, logits that agree in the first 23 - log2(E) bits of their mantissas count
+as equal. A logit that is NaN counts as -inf, so that it beats no number; if all of them are NaN, the
+weights are too, and the logits of the model say so.
 
 The experts' matrices are a stack: they lie one after the other in one Matrix, w13 [E 2 F, C] and
 w2 [E C, F], where F is the hidden_dim of one expert. A slot is one of the k places of a token.
@@ -31,7 +32,6 @@ from launch import (
     EMULATED,
     capability,
     constexpr,
-    fence,
     gdc_launch_dependents,
     gdc_wait,
     in_order,
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
     from model import LayerWeights
     from passes import Pass
 
-FEW_ROUTED = 8  # tokens; with more, the logits are computed on tensor cores
-MOST_ROUTED = 128  # and with more than these by the library
+FEW_ROUTED = 8  # up to so many tokens, logits without tensor cores, and one kernel to pick and sort
+MOST_ROUTED = 128  # beyond, the library computes the logits
 PICKED = 4  # tokens of a program of _pick_kernel
 LOWEST = constexpr(torch.finfo(torch.float32).min)
-TAKEN = constexpr(-(2**31))  # below in_order of every logit
+TAKEN = constexpr(-(2**31))  # below every key
 
 
 class Routes(NamedTuple):
@@ -64,26 +64,34 @@ class Routes(NamedTuple):
     counts: Tensor | None = None
 
 
-class Logits(NamedTuple):
-    """What the router says of one token on a GPU. The experts follow from all logits, and each program
-    of the product with w13 finds its own: that takes less time than it takes the router's programs to
-    wait for each other."""
+class SingleRoute(NamedTuple):
+    """What the router says of one token on a GPU. The product with w13 chooses the experts: each of its
+    programs finds its own from all logits, which is faster than letting the router's programs wait for
+    each other."""
 
-    ids: Tensor  # int32 [1, k]: the experts. The product with w13 writes them for that with w2
-    normed: Tensor  # [1, C]: rmsnorm(x), which the product with w13 multiplies
-    logits: Tensor  # float32 [E]
-    gain: float  # by which they are multiplied
-    norm_topk: bool  # see pass_
+    ids: Tensor  # int32 [1, k]: the experts, once the product with w13 has written them
+    normed: Tensor  # [1, C]: rmsnorm(x), which that product multiplies
+    scores: Tensor  # float32 [E]: the logits
+    norm_topk: bool  # as of the model
 
-    def chosen(self, rows: int) -> Stack:
-        """The matrices in w13, of so many rows each, which all multiply the same x."""
-        E = len(self.logits)
-        choice = Choice(_choose, E, triton.next_power_of_2(E), self.ids.shape[1], self.norm_topk)
-        return Stack(self.ids[0], rows, 1, choice, (self.logits, self.gain))
+    def w13_stack(self, rows: int) -> Stack:
+        """The matrices in w13, of so many rows each."""
+        E = len(self.scores)
+        sizes = RouterSizes(E, triton.next_power_of_2(E), self.ids.shape[1], self.norm_topk)
+        return Stack(self.ids[0], rows, 1, Choice(_choose, sizes), (self.scores,))
 
-    def added(self, rows: int) -> Stack:
-        """The matrices in w2, whose products are added up."""
+    def w2_stack(self, rows: int) -> Stack:
+        """The matrices in w2, of so many rows each, whose products are added up."""
         return Stack(self.ids[0], rows, self.ids.shape[1])
+
+
+class RouterSizes(NamedTuple):
+    """What _choose needs to know."""
+
+    experts: int
+    padded: int  # the next power of two
+    slots: int
+    norm_topk: bool
 
 
 # ---- the router
@@ -94,7 +102,7 @@ def route_ref(x: Tensor, layer: LayerWeights, pass_: Pass) -> Routes | None:
     if layer.router is None:
         return None
     normed = functional.rms_norm(x.float(), x.shape[1:], layer.ffn_norm.float(), pass_.norm_eps)
-    logits = functional.linear(normed, layer.router.dense().float()) * layer.router_gain
+    logits = functional.linear(normed, layer.router.dense().float())
     logits = torch.where(logits.isnan(), -torch.inf, logits)
     ids = logits.sort(dim=1, descending=True, stable=True).indices[:, : pass_.experts_per_token]
     weights = logits.softmax(1).gather(1, ids)
@@ -103,8 +111,8 @@ def route_ref(x: Tensor, layer: LayerWeights, pass_: Pass) -> Routes | None:
     return Routes(ids.int(), weights)
 
 
-# The logits of a few tokens. The kernel lets the next one start only after its own wait, since without
-# logits the product with w13 can load nothing.
+# The logits of a few tokens. The kernel lets the next one start only after its own wait, since with one
+# token that is the product with w13, which can load nothing without logits.
 
 
 @jit
@@ -131,7 +139,7 @@ def _few_logits_kernel(
     tl.store(logits + t * E + rows, sums * inv_rms, mask=rows < E)
 
 
-# Those of more tokens, on tensor cores
+# The logits of more tokens, on tensor cores.
 
 
 @jit
@@ -171,27 +179,23 @@ def _logits_kernel(
     tl.store(logits + offs, tl.sum(acc, 0), mask=(t[:, None] < T) & (rows[None, :] < E))
 
 
-# The experts, from the logits: one token's by the programs of the product with w13, and those of several
-# tokens by a kernel, or two, which also sort the slots
+# The experts follow from the logits. With one token the programs of the product with w13 find them, with
+# several tokens one kernel, or two, which also sort the slots.
 
 
 @jit
 def _best_experts(
-    logits, gain, own, E: tl.constexpr, SLOTS: tl.constexpr, NORM_TOPK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The experts of tokens, found one after the other: a tuple of SLOTS tensors [TOKENS]. And the
-    shares of all experts, [TOKENS, BLOCK]: divided by the total, [TOKENS], they are their weights.
-    logits: pointers [TOKENS, 1] to theirs, which are multiplied by `gain`. own: which of these tokens
-    there are."""
+    logits, own, E: tl.constexpr, SLOTS: tl.constexpr, NORM_TOPK: tl.constexpr, BLOCK: tl.constexpr
+):
+    """logits: pointers [TOKENS, 1] to those of some tokens; own: which of the tokens there are. Returns
+    the ids of their experts, SLOTS tensors [TOKENS], best first; exp(logit - peak) of every expert,
+    [TOKENS, BLOCK]; and what to divide that by to get weights, [TOKENS]."""
     offs = tl.arange(0, BLOCK)[None, :]
     there = own & (offs < E)
-    logit = tl.load(logits + offs, mask=there, other=float("-inf"), cache_modifier=".cg")
-    logit *= gain
+    logit = tl.load(logits + offs, mask=there, other=float("-inf"))
     logit = tl.where(logit == logit, logit, float("-inf"))  # NaN beats no number
     # Integers, since one instruction finds the largest of a warp's. Their last bits are the expert's, so
-    # that among equal logits the first one is the largest. With 128 experts, logits whose mantissas agree
-    # in 16 bits count as equal: rounding x to 16 bits changes them more
+    # that the maximum says which one it is, and of equal logits the first is the largest
     key = (in_order(tl.maximum(logit, LOWEST)) & -BLOCK) + (BLOCK - 1 - offs)
     key = tl.where(offs < E, key, TAKEN)
     experts = ()
@@ -214,30 +218,25 @@ def _share_of(expert, shares):
 
 
 @jit
-def _choose(args, ids, WARPS: tl.constexpr, CHOICE: tl.constexpr):
+def _choose(args, WARPS: tl.constexpr, SIZES: tl.constexpr):
     """For products.Choice: the expert in this program's slot, and its weight. Each warp finds them by
     itself."""
-    logits, gain = args
-    SLOTS: tl.constexpr = CHOICE.slots
-    pointers = logits + tl.zeros([WARPS, 1], tl.int32)
+    SLOTS: tl.constexpr = SIZES.slots
+    logits = args[0] + tl.zeros([WARPS, 1], tl.int32)
     best, shares, total = _best_experts(
-        pointers, gain, True, CHOICE.experts, SLOTS, CHOICE.norm_topk, CHOICE.padded
+        logits, True, SIZES.experts, SLOTS, SIZES.norm_topk, SIZES.padded
     )
     slot = tl.program_id(1)
     expert = best[0]
     for i in tl.static_range(1, SLOTS):
         expert = tl.where(slot == i, best[i], expert)
-    weight = tl.max(_share_of(expert, shares) / total, 0)
-    id = tl.max(expert, 0)
-    if tl.program_id(0) == tl.num_programs(0) - 1:
-        tl.store(ids + slot, id)
-        fence()
-    return id, weight
+    weight = _share_of(expert, shares) / total
+    return tl.max(expert, 0), tl.max(weight, 0)
 
 
 @jit
 def _pick(
-    logits, gain, ids, weights, t, T, stores, E: tl.constexpr, SLOTS: tl.constexpr,
+    logits, ids, weights, t, T, stores, E: tl.constexpr, SLOTS: tl.constexpr,
     NORM_TOPK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """The ids of the experts of tokens t [TOKENS], [TOKENS, BLOCK_S], E where there is no slot. If this
@@ -245,7 +244,7 @@ def _pick(
     slots = tl.arange(0, BLOCK_S)[None, :]
     own = (t < T)[:, None]
     pointers = logits + t[:, None] * E
-    best, shares, total = _best_experts(pointers, gain, own, E, SLOTS, NORM_TOPK, BLOCK)
+    best, shares, total = _best_experts(pointers, own, E, SLOTS, NORM_TOPK, BLOCK)
     chosen = tl.full([t.shape[0], BLOCK_S], E, tl.int32)
     for slot in tl.static_range(SLOTS):
         chosen = tl.where(own & (slots == slot), best[slot][:, None], chosen)
@@ -261,7 +260,7 @@ def _pick(
 
 @jit
 def _pick_and_sort_kernel(
-    logits, gain, ids, weights, order, counts, T, E: tl.constexpr, SLOTS: tl.constexpr,
+    logits, ids, weights, order, counts, T, E: tl.constexpr, SLOTS: tl.constexpr,
     NORM_TOPK: tl.constexpr, TOKENS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -271,9 +270,8 @@ def _pick_and_sort_kernel(
     expert = tl.program_id(0)
     t = tl.arange(0, TOKENS)
     gdc_wait(PDL)
-    chosen = _pick(
-        logits, gain, ids, weights, t, T, expert == 0, E, SLOTS, NORM_TOPK, BLOCK_E, BLOCK_S
-    )
+    stores = expert == 0
+    chosen = _pick(logits, ids, weights, t, T, stores, E, SLOTS, NORM_TOPK, BLOCK_E, BLOCK_S)
     slots = t[:, None] * SLOTS + tl.arange(0, BLOCK_S)[None, :]
     chosen, slots = chosen.reshape(TOKENS * BLOCK_S), slots.reshape(TOKENS * BLOCK_S)
     mine = (chosen == expert).to(tl.int32)
@@ -284,7 +282,7 @@ def _pick_and_sort_kernel(
 
 @jit
 def _pick_kernel(
-    logits, gain, ids, weights, T, E: tl.constexpr, SLOTS: tl.constexpr,
+    logits, ids, weights, T, E: tl.constexpr, SLOTS: tl.constexpr,
     NORM_TOPK: tl.constexpr, TOKENS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -292,7 +290,7 @@ def _pick_kernel(
     gdc_launch_dependents(PDL)
     gdc_wait(PDL)
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    _pick(logits, gain, ids, weights, t, T, True, E, SLOTS, NORM_TOPK, BLOCK_E, BLOCK_S)
+    _pick(logits, ids, weights, t, T, True, E, SLOTS, NORM_TOPK, BLOCK_E, BLOCK_S)
 
 
 @jit
@@ -317,7 +315,7 @@ def _sort_kernel(ids, order, counts, COUNT, BLOCK: tl.constexpr, PDL: tl.constex
     tl.store(counts + expert, count)
 
 
-def route(x: Tensor, layer: LayerWeights, pass_: Pass) -> Routes | Logits | None:
+def route(x: Tensor, layer: LayerWeights, pass_: Pass) -> Routes | SingleRoute | None:
     if layer.router is None:
         return None
     T = len(x)
@@ -326,7 +324,7 @@ def route(x: Tensor, layer: LayerWeights, pass_: Pass) -> Routes | Logits | None
     if T == 1:
         normed = torch.empty_like(x)
         logits = _few_logits(x, layer, pass_, normed)
-        return Logits(numbers(1, k), normed, logits[0], layer.router_gain, pass_.norm_topk)
+        return SingleRoute(numbers(1, k), normed, logits[0], pass_.norm_topk)
     weights = x.new_empty(T, k, dtype=torch.float32)
     routes = Routes(numbers(T, k), weights, numbers(T * k), numbers(E))
     if T <= FEW_ROUTED:
@@ -335,15 +333,14 @@ def route(x: Tensor, layer: LayerWeights, pass_: Pass) -> Routes | Logits | None
         logits = _logits(x, layer, pass_)
     else:
         logits = _library_logits(x, layer, pass_)
-    _pick_and_sort(logits, layer.router_gain, pass_, routes)
+    _pick_and_sort(logits, pass_, routes)
     return routes
 
 
 def _few_logits(
     x: Tensor, layer: LayerWeights, pass_: Pass, normed: Tensor | None = None
 ) -> Tensor:
-    """The logits [T, E] of up to FEW_ROUTED tokens, before router_gain. Stores rmsnorm(x) in `normed`,
-    if it is given, of a single token."""
+    """The logits [T, E] of up to FEW_ROUTED tokens. Of a single token, stores rmsnorm(x) in `normed`."""
     T, C = x.shape
     E = layer.router.rows
     logits = x.new_empty(T, E, dtype=torch.float32)
@@ -356,7 +353,7 @@ def _few_logits(
 
 
 def _logits(x: Tensor, layer: LayerWeights, pass_: Pass) -> Tensor:
-    """The logits [T, E] of up to MOST_ROUTED tokens, before router_gain."""
+    """The logits [T, E] of up to MOST_ROUTED tokens."""
     T, C = x.shape
     E = layer.router.rows
     logits = x.new_empty(T, E, dtype=torch.float32)
@@ -381,16 +378,16 @@ def _library_logits(x: Tensor, layer: LayerWeights, pass_: Pass) -> Tensor:
     return functional.linear(normed.float(), w.float())  # on a CPU, mm has no out_dtype
 
 
-def _pick_and_sort(logits: Tensor, gain: float, pass_: Pass, routes: Routes) -> None:
+def _pick_and_sort(logits: Tensor, pass_: Pass, routes: Routes) -> None:
     T, E = logits.shape
     k = pass_.experts_per_token
     sizes = partial(_sizes_of_pick, E, k, pass_.norm_topk)
     if T <= FEW_ROUTED:
         tokens = triton.next_power_of_2(T)
-        args = (logits, gain, *routes, T)
+        args = (logits, *routes, T)
         launch(_pick_and_sort_kernel, (E,), logits.device, *args, **sizes(tokens))
         return
-    args = (logits, gain, routes.ids, routes.weights, T)
+    args = (logits, routes.ids, routes.weights, T)
     launch(_pick_kernel, (triton.cdiv(T, PICKED),), logits.device, *args, **sizes(PICKED))
     block = min(16384, triton.next_power_of_2(T * k))
     args = (routes.ids, routes.order, routes.counts, T * k)
@@ -407,9 +404,9 @@ def _sizes_of_pick(E: int, k: int, norm_topk: bool, tokens: int) -> dict[str, in
 
 # ---- their products
 #
-#      The kernels in products.py take the matrices of the experts that were chosen: with one token
-#      by their ids, with several all in one launch. A long prompt is multiplied as E4M3 codes where
-#      launch.json has sizes for that.
+#      The kernels in products.py take the matrices of the experts that were chosen: with one token,
+#      the product with w13 chooses them; with several, those of all go in one launch. A long prompt is
+#      multiplied as E4M3 codes where launch.json has sizes for that.
 
 
 def slots_ref(x: Tensor, w: Matrix, N: int, routes: Routes) -> Tensor:
@@ -555,7 +552,7 @@ def _add_slots(y: Tensor, residual: Tensor) -> Tensor:
 
 
 def swiglu(
-    x: Tensor, layer: LayerWeights, pass_: Pass, routes: Routes | Logits, accumulate: str
+    x: Tensor, layer: LayerWeights, pass_: Pass, routes: Routes | SingleRoute, accumulate: str
 ) -> Tensor:
     """kernels.rmsnorm_swiglu of each slot, times its weight: [T, k, F]."""
     F = layer.w13.rows // layer.router.rows // 2
@@ -563,7 +560,7 @@ def swiglu(
     epilogue = Epilogue(_prepare_hidden, _store_hidden, Hidden(F), pairs=True)
     if len(x) == 1:
         product = Product("experts_swiglu", routes.normed, layer.w13)
-        products.launch_single(product, epilogue, (h,), routes.chosen(2 * F))
+        products.launch_single(product, epilogue, (h,), routes.w13_stack(2 * F))
     else:
         product = Product("experts_swiglu", x, layer.w13, layer.ffn_norm, pass_.norm_eps)
         _launch_several(product, epilogue, (h, routes.weights), routes, accumulate)
@@ -571,14 +568,14 @@ def swiglu(
 
 
 def linear_add(
-    x: Tensor, w: Matrix, residual: Tensor, routes: Routes | Logits, accumulate: str
+    x: Tensor, w: Matrix, residual: Tensor, routes: Routes | SingleRoute, accumulate: str
 ) -> Tensor:
     """residual [T, C] += the sum over a token's slots, in place. x [T, k, K], w [E C, K]"""
     assert residual.shape[0] == len(x) and residual.is_contiguous(), (residual.shape, x.shape)
     product = Product("experts_linear_add", x.view(-1, w.columns), w)
     if len(x) == 1:
         add_rows = products.STORE_ROWS._replace(added=0)
-        products.launch_single(product, add_rows, (residual,), routes.added(residual.shape[1]))
+        products.launch_single(product, add_rows, (residual,), routes.w2_stack(residual.shape[1]))
         return residual
     y = x.new_empty(*x.shape[:2], residual.shape[1])
     _launch_several(product, Epilogue(_prepare_slots, _store_slots), (y,), routes, accumulate)

@@ -20,7 +20,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from launch import EMULATED, cache_key, gdc_launch_dependents, gdc_wait, jit, tl
+from launch import EMULATED, cache_key, jit, tl
 
 Tensors = tuple[Tensor, ...]  # what a format stores for a matrix, codes first
 Shapes = dict[str, tuple[torch.dtype, tuple[int, int]]]  # type and shape of each of these, by name
@@ -340,31 +340,6 @@ PLAIN = Format("none", 16, load_elements, plain_values)
 
 
 # ---- in kernels: rows of W, and what belongs to its columns
-
-
-@jit
-def first_rows(
-    ids, chosen_from, args, N, SUMMED: tl.constexpr, WARPS: tl.constexpr, CHOICE: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """Let the next kernel start, and return which rows of W this program multiplies, where W is a stack
-    of matrices of N rows: a tuple of the first rows of the SUMMED matrices whose products are added up
-    or, with CHOICE, of the one that it chooses. Also returns args, with CHOICE followed by the weight of
-    the product. launch.py says when ids can be read, and why past the L1 cache."""
-    if CHOICE is not None:
-        gdc_wait(PDL)
-        expert, weight = CHOICE.choose(chosen_from, ids, WARPS, CHOICE)
-        gdc_launch_dependents(PDL)
-        return (expert.to(tl.int64) * N,), args + (weight,)
-    else:
-        gdc_launch_dependents(PDL)
-        first = ()
-        for slot in tl.static_range(SUMMED):
-            if ids is None:
-                first += (0,)
-            else:
-                first += (tl.load(ids + slot, cache_modifier=".cg").to(tl.int64) * N,)
-        return first, args
 
 
 class Experts(NamedTuple):

@@ -54,7 +54,7 @@ from torch.nn import functional
 
 import experts
 from attention import attention, attention_ref, to_cache, to_cache_ref
-from experts import Routes, route, route_ref
+from experts import Routes, SingleRoute, route, route_ref
 from formats import Matrix
 from fp8 import E4M3
 from launch import gdc_launch_dependents, gdc_wait, jit, launch, saturated, tl, triton
@@ -361,7 +361,7 @@ def linear_add(
     x: Tensor,
     w: Matrix,
     residual: Tensor,
-    routes: Routes | None = None,
+    routes: Routes | SingleRoute | None = None,
     *,
     accumulate: str = "auto",
 ) -> Tensor:
@@ -375,7 +375,12 @@ def linear_store_ref(x: Tensor, w: Matrix, out: Tensor, routes: Routes | None = 
 
 
 def linear_store(
-    x: Tensor, w: Matrix, out: Tensor, routes: Routes | None = None, *, accumulate: str = "auto"
+    x: Tensor,
+    w: Matrix,
+    out: Tensor,
+    routes: Routes | SingleRoute | None = None,
+    *,
+    accumulate: str = "auto",
 ) -> Tensor:
     if routes is not None:
         return experts.linear_add(x, w, out.zero_(), routes, accumulate)
@@ -397,7 +402,8 @@ def _linear(x: Tensor, w: Matrix, out: Tensor, accumulate: str, added: bool) -> 
 #      x [T, C], w13 [2 F, C] -> [T, F]. The rows of w1 and w3 alternate in w13, so that a and b of
 #      one output are neighbours
 #
-#      With experts: the same for each of a token's slots, times the slot's weight.
+#      With experts: the same for each of a token's slots, times the slot's weight. Of a single token
+#      it also chooses the experts, so that it comes before linear_add with the same routes.
 #      w13 [E 2 F, C] -> [T, k, F]
 
 
@@ -449,7 +455,7 @@ def rmsnorm_swiglu(
     x: Tensor,
     layer: LayerWeights,
     pass_: Pass,
-    routes: Routes | None = None,
+    routes: Routes | SingleRoute | None = None,
     *,
     accumulate: str = "auto",
 ) -> Tensor:

@@ -16,11 +16,12 @@ offsets, load its first tile of weights. The rules that keep this correct:
   positions, the keys and values of earlier passes. If the kernel before waits first, in every
   program, it may also read what all kernels before that one wrote. ranks/exchange.py explains its
   exceptions;
-- so where one token goes through experts, the product with w13 can load nothing without the router's
-  logits. It waits for them, chooses the experts, and writes their ids: in programs that have no rows,
-  which let the next kernel start only when all of the GPU sees what they wrote. That kernel is the
-  product with w2. It reads the ids, and loads its rows, before it waits. It reads them past the L1
-  cache, which may hold older ones;
+- there is one exception, where one token goes through experts. The product with w13 can load nothing
+  without the router's logits, so it waits first. Then each of its programs chooses its expert, and lets
+  the next kernel start, which is the product with w2. But some programs have no rows, so that none with
+  rows loses time. They write the ids of the experts, make them visible to the whole GPU, and let the next
+  kernel start by ending. It reads the ids, and loads its rows, before it waits: past the L1 cache, which
+  may hold older ones;
 - places, positions and segments are moved by torch's own operations, which are launched without
   the attribute. Each starts when all earlier kernels have ended, including those that read the old
   values, and later kernels start when it has ended. test_no_step_sees_an_old_position runs
@@ -251,7 +252,7 @@ def fence():
     """Make what this thread wrote visible to the whole GPU before it goes on."""
     if not EMULATED:
         tl.inline_asm_elementwise(
-            "fence.acq_rel.gpu; mov.b32 $0, $1;", "=r,r", [0], tl.int32, is_pure=False, pack=1
+            "fence.acq_rel.gpu; // dummy $0", "=r", [], tl.int32, is_pure=False, pack=1
         )
 
 
@@ -296,6 +297,36 @@ def prepared(
     rows, t = rows_and_tokens(row // EACH, ROWS // EACH, TOKENS)
     SIZES: tl.constexpr = EPILOGUE.sizes
     return EPILOGUE.prepare(args, rows, begin + t, T, N, TOKENS, SIZES)
+
+
+@jit
+def begin_single(
+    ids, chosen_from, row, N, SUMMED: tl.constexpr, WARPS: tl.constexpr, CHOICE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Begin a program of a product with one token, and let the next kernel start. W is a stack of
+    matrices of N rows. Returns a tuple of first rows: of the SUMMED matrices whose products are added up
+    or, with CHOICE, of the one that this program multiplies; and a tuple of the weight of its product,
+    empty without CHOICE. A program that has no rows from `row` on writes the id of that one instead."""
+    if CHOICE is not None:
+        gdc_wait(PDL)
+        SIZES: tl.constexpr = CHOICE.sizes
+        matrix, weight = CHOICE.choose(chosen_from, WARPS, SIZES)
+        if row < N:
+            gdc_launch_dependents(PDL)
+        else:
+            tl.store(ids + tl.program_id(1), matrix)
+            fence()
+        return (matrix.to(tl.int64) * N,), (weight,)
+    else:
+        gdc_launch_dependents(PDL)
+        first = ()
+        for slot in tl.static_range(SUMMED):
+            if ids is None:
+                first += (0,)
+            else:
+                first += (tl.load(ids + slot, cache_modifier=".cg").to(tl.int64) * N,)
+        return first, ()
 
 
 # What attention.py and cards/hopper.py share

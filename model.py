@@ -132,7 +132,6 @@ class LayerWeights:
     w2: Matrix  # [C, F]; experts one after the other
     qk_norm: Tensor | None = None  # [2, D]: the weights of q's norm, then of k's
     router: Matrix | None = None  # [E, C], never in a format; None in a layer without experts
-    router_gain: float = 1.0  # a power of two that loading took out of ffn_norm
     index: int = 0  # of the layer, from 0 on: its keys and values are Pass.k[index], v[index]
 
     @property

@@ -6,7 +6,7 @@ Read in this order:
     linear_ref      the reference. cards/cpu.py has what is fast on a CPU
     epilogues       what an op multiplies is a Product; what it does with y is a function, which a
                     kernel calls with its part of y
-    stacks          which of the matrices in W are multiplied is an argument (experts)
+    stacks          of several matrices in W, some are multiplied (experts)
     half precision  the arithmetic of 8-bit codes with one token; skip it at first
     one token       bound by reading W: the kernel streams W's rows once and does everything else on
                     the way. Formats with codes in groups have theirs in bits/stream.py
@@ -48,7 +48,6 @@ from formats import (
     as_floats,
     block_of,
     columns_of,
-    first_rows,
     format_of,
     half2_products,
     load_vector,
@@ -57,6 +56,7 @@ from formats import (
 from fp8 import E4M3, E4M3_NATIVE, Float8
 from launch import (
     EMULATED,
+    begin_single,
     cache_key,
     capability,
     constexpr,
@@ -242,15 +242,12 @@ STORE_ROWS = Epilogue(prepare_rows, store_rows)
 
 
 class Choice(NamedTuple):
-    """How a kernel chooses one of the matrices of a stack. It gets this as a constant, CHOICE."""
+    """How the programs of a kernel choose a matrix of a stack. They get this as a constant, CHOICE."""
 
-    # (args, ids, WARPS, CHOICE) -> the matrix in slot program_id(1), and the weight of its product. If
-    # program_id(0) is the last one, it also writes the matrix's id
+    # (args, WARPS, SIZES) -> the matrix for this program's slot, which is program_id(1), and the weight
+    # of its product
     choose: object
-    experts: int  # to choose from
-    padded: int  # the next power of two
-    slots: int  # how many are chosen
-    norm_topk: bool  # whether their weights add up to 1
+    sizes: tuple  # a NamedTuple: SIZES
 
     @property
     def cache_key(self) -> str:
@@ -262,17 +259,17 @@ class Stack(NamedTuple):
 
     ids: Tensor | None  # int32 [k]; None if there is a single matrix
     rows: int  # of each matrix
-    # How many parts x has, [summed, K], one for each matrix; their products are added up. With 1,
-    # x [1, K] is multiplied by each of k matrices. The epilogue then finds the matrix's slot in
-    # program_id(1), and its weight as the last of its args
+    # How many parts x has, [summed, K], one for each matrix; their products are added up
     summed: int
-    choice: Choice | None = None  # with summed = 1, when the kernel chooses, and writes the ids
-    chosen_from: tuple = ()  # the args of `choose`
+    # How the kernel chooses the matrices, each of which multiplies x [1, K], and what from. It writes the
+    # ids. The epilogue finds the matrix's slot in program_id(1), and its weight as the last of its args
+    choice: Choice | None = None
+    chosen_from: tuple[Tensor, ...] = ()
 
     @property
     def products(self) -> int:
         """How many products there are; those that are added up count as one."""
-        return self.choice.slots if self.choice else 1
+        return len(self.ids) if self.choice else 1
 
 
 class Slots(NamedTuple):
@@ -301,19 +298,18 @@ class Slots(NamedTuple):
 NORM_LIMIT = 30.0  # the largest norm weight; stream_kernel needs less than 32
 
 
-def fit_norm(norm: Tensor, w: Matrix) -> float:
+def fit_norm(norm: Tensor, w: Matrix) -> None:
     """Move a power of two from norm weights into the matrix, which is exact, so that the largest
     weight is between half the limit and the limit: products in half precision then neither overflow
-    nor lose small numbers. Does nothing if the matrix has no such products. Returns that power."""
+    nor lose small numbers. Does nothing if the matrix has no such products."""
     if not w.format or not (w.format.half2 or w.format.stream_sums):
-        return 1.0
+        return
     peak = norm.abs().max().item()
     if not 0.0 < peak < math.inf:
-        return 1.0
+        return
     factor = 2.0 ** math.ceil(math.log2(peak / NORM_LIMIT))
     norm.div_(factor)
     w.format.multiply(w.tensors, factor)
-    return factor
 
 
 @cache
@@ -398,11 +394,11 @@ def _vector_kernel(
     columns at a time. The norm's factor 1 / rms(x) is one number for all of x, so it is applied to
     the sums. For products in half precision, x is read twice, first for its range. args are
     those of the epilogue, which loads before the wait what it will store with."""
-    first, args = first_rows(ids, chosen_from, args, N, SUMMED, WARPS, CHOICE, PDL)
     row = tl.program_id(0) * ROWS
+    first, weights = begin_single(ids, chosen_from, row, N, SUMMED, WARPS, CHOICE, PDL)
     if CHOICE is not None:
-        has_no_rows = row >= N
-        if has_no_rows:
+        args = args + weights
+        if row >= N:
             return
     SIZES: tl.constexpr = EPILOGUE.sizes
     ready = prepared(args, row, 0, 1, N, ROWS, 1, EPILOGUE)
@@ -768,7 +764,7 @@ def launch_single(
         kernel, grid, constants = _stream_plan(op, w, stack)
     else:
         kernel, grid, constants = _vector_plan(op, w, format, stack, in_half2)
-    if stack.choice:  # one more for each slot, which has no rows, and writes the id
+    if stack.choice:  # one more program for each slot, which has no rows, and writes the id
         grid = (grid[0] + 1, grid[1])
     args = (x, norm, w.tensors, w.bias, eps, args, stack.ids, stack.chosen_from)
     constants |= dict(SUMMED=stack.summed, CHOICE=stack.choice)

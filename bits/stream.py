@@ -10,8 +10,8 @@ threads."""
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
 from bits.groups import begin_of, half2_of, half_at
-from formats import as_floats, first_rows, load_vector, row_scale
-from launch import EMULATED, gdc_wait, jit, prepared, tl, triton
+from formats import as_floats, load_vector, row_scale
+from launch import EMULATED, begin_single, gdc_wait, jit, prepared, tl, triton
 
 
 @jit
@@ -175,12 +175,12 @@ def stream_kernel(
     asynchronous copies to shared memory, STAGES - 1 tiles ahead, the first of them before the
     wait."""
     WARPS: tl.constexpr = BLOCK // 2048
-    first, args = first_rows(ids, chosen_from, args, N, SUMMED, WARPS, CHOICE, PDL)
     WIDTH: tl.constexpr = SUMMED * K  # columns of all matrices side by side
     row = tl.program_id(0) * (ROWS * TILES)
+    first, weights = begin_single(ids, chosen_from, row, N, SUMMED, WARPS, CHOICE, PDL)
     if CHOICE is not None:
-        has_no_rows = row >= N
-        if has_no_rows:
+        args = args + weights
+        if row >= N:
             return
     end = tl.minimum(row + ROWS * TILES, N)
     COUNT: tl.constexpr = max(32, triton.next_power_of_2(ROWS * TILES))

@@ -941,15 +941,14 @@ MUTANTS = [
         "checkpoints_equal_transformers",
     ),
     # one of two paths
-    Mutant("experts.py", "(logits, layer.router_gain,", "(logits, 1.0,", "moves_and_the_router"),
     Mutant("launch.py", "(x + 0.0).to(", "x.to(", "either_sign"),
     Mutant("experts.py", "& -BLOCK) + (BLOCK - 1 - offs)", "& -BLOCK) + offs", "that_tie"),
     Mutant("experts.py", "there & (key == TAKEN)", "there", "eight_of_128"),
-    Mutant(
-        "experts.py", "tl.store(ids + slot, id)", "tl.store(ids + slot, 0)", "equal_their_reference"
-    ),
-    Mutant("experts.py", "logits[0], layer.router_gain,", "logits[0], 1.0,", "the_router"),
-    Mutant("experts.py", "rmsnorm(x, layer.ffn_norm,", "rmsnorm(x, x[0],", "moves_and_the_router"),
+    Mutant("experts.py", "pass_.norm_topk)\n    weights", "True)\n    weights", "that_tie"),
+    Mutant("experts.py", "SIZES.norm_topk, SIZES", "True, SIZES", "that_tie"),
+    Mutant("experts.py", "sum((chosen < expert)", "sum((chosen <= expert)", "are_sorted"),
+    Mutant("launch.py", "program_id(1), matrix)", "program_id(1), 0)", "equal_their_reference"),
+    Mutant("experts.py", "rmsnorm(x, layer.ffn_norm,", "rmsnorm(x, x[0],", "equal_their_reference"),
     # a helper that reference and kernel share
     Mutant("sampling.py", "if s.repeat_last_n < 0:", "if s.repeat_last_n <= 0:", "looks_back"),
     # of a union the set that tests mostly have in the other one

@@ -31,8 +31,8 @@ LEGEND = """\
 GB/s: the bytes that a kernel must move in the time it took; % of read: of the read bandwidth
 % of product: the operations it must do in that time, of the rate of a large matmul"""
 
-# The op of a kernel is the first whose pattern occurs in its name. Of the kernels that route a prompt
-# only the one that reads the router counts
+# The op of a kernel is the first whose pattern occurs in its name. Of the kernels that route several
+# tokens only the one that reads the router counts
 PATTERNS = {
     "route": "^_few_logits_kernel$|^_logits_kernel$",
     "attention": "attention",

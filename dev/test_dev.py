@@ -76,7 +76,8 @@ def test_kernels_cost():
     assert cost("rmsnorm_linear", halves, 1)[0] == 2 * (10 * 8 + 8 + 8) + 4 * 10
     # One token goes through 2 of 4 experts; of two tokens a quarter of the experts has none
     sparse = tiny_llama(torch.float16, n_experts=4, experts_per_token=2)
-    assert cost("route", sparse, 1) == (2 * (4 * 8 + 8 + 8) + 2 * 8, 2 * 4 * 8)
+    eight = tiny_llama(torch.float16, n_experts=8, experts_per_token=2)
+    assert cost("route", eight, 1) == (2 * (8 * 8 + 8 + 8) + 4 * 8, 2 * 8 * 8)
     swiglu = cost("rmsnorm_swiglu", sparse, 1)
     assert swiglu == (2 * (2 * 24 * 8 + 8 + 8 + 2 * 12), 2 * 2 * 24 * 8)
     assert cost("w2", sparse, 2) == (2 * (3 * 8 * 12 + 2 * (2 * 12 + 2 * 8)), 2 * 2 * 2 * 8 * 12)

@@ -35,7 +35,7 @@ DEPTH = 64  # tokens already in the cache
 def vector_candidates(op: str, bits: int, columns: int) -> Iterator[list[int]]:
     """sizes.VectorSizes worth trying: at least eight neighbours per thread, and enough weights per
     thread to hide the latency of memory, but not too many."""
-    sizes = ((2, 4, 8, 16), (1024, 2048, 4096, 8192), (2, 4, 8, 16))
+    sizes = ((2, 4, 8, 16), (512, 1024, 2048, 4096, 8192), (1, 2, 4, 8, 16))
     for rows, block, warps in itertools.product(*sizes):
         weights = rows * block // (32 * warps)  # per thread
         fits = 256 * warps <= block < max(2 * columns, 2048)

@@ -61,7 +61,8 @@ def prepare(w: Weights, place: Place, ranks: Ranks) -> Exchange | None:
     if place.backend == "triton":
         for layer in w.layers:
             fit_norm(layer.attention_norm, layer.wqkv)
-            layer.router_gain *= fit_norm(layer.ffn_norm, layer.w13)
+            if layer.router is None:  # experts multiply what is already normed
+                fit_norm(layer.ffn_norm, layer.w13)
         fit_norm(w.norm, w.output)
     if ranks.size == 1:
         return None

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experts import Logits, Routes
+from experts import Routes, SingleRoute
 from formats import Matrix
 from launch import (
     gdc_launch_dependents,
@@ -237,14 +237,14 @@ class Exchange:
         self.flags = addresses(flags.addresses, flags.own.itemsize * rank)
         self.sums = torch.zeros(len(flags.own), dtype=torch.int32, device=device)
 
-    def sends(self, x: Tensor, w: Matrix, routes: Routes | Logits | None) -> bool:
+    def sends(self, x: Tensor, w: Matrix, routes: Routes | SingleRoute | None) -> bool:
         """Whether linear_add takes this product: one or, without experts, a few tokens."""
         if routes is not None:
             return len(x) == 1
         return len(x) <= MAX_FEW and is_fused(Product("linear_add", x, w))
 
     def linear_add(
-        self, x: Tensor, w: Matrix, residual: Tensor, routes: Logits | None = None
+        self, x: Tensor, w: Matrix, residual: Tensor, routes: SingleRoute | None = None
     ) -> Tensor:
         """residual += x W^T over all ranks, in place, as kernels.linear_add does. x [T, K], W [C,
         K], residual [T, C]"""
@@ -253,7 +253,7 @@ class Exchange:
             self.send(Product("linear_add", x, w))
         else:
             product = Product("experts_linear_add", x[0], w)
-            self.send(product, routes.added(residual.shape[1]))
+            self.send(product, routes.w2_stack(residual.shape[1]))
         return self.add_received(w, residual)
 
     def rmsnorm_linear(self, x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor) -> Tensor:
@@ -360,7 +360,9 @@ def cut_ops(
     """The ops of a model that is cut: `ops`, except for the two that involve all ranks.
     fp16_sums: whether sums are kept within the range of fp16."""
 
-    def linear_add(x: Tensor, w: Matrix, residual: Tensor, routes: Routes | None = None) -> Tensor:
+    def linear_add(
+        x: Tensor, w: Matrix, residual: Tensor, routes: Routes | SingleRoute | None = None
+    ) -> Tensor:
         if exchange and exchange.sends(x, w, routes):
             return exchange.linear_add(x, w, residual, routes)
         if exchange and exchange.has_room(residual):

@@ -711,20 +711,29 @@ def equals_reference(op: str, draws: list[tuple], written: tuple, limit: float) 
 
 
 def pass_of_experts(k: int, norm_topk: bool = True, eps: float = 1e-5) -> SimpleNamespace:
-    options = dict(norm_eps=eps, norm_topk=norm_topk, scratch=launch.Scratch(DEVICE))
-    return SimpleNamespace(experts_per_token=k, **options)
+    return SimpleNamespace(experts_per_token=k, norm_eps=eps, norm_topk=norm_topk)
 
 
-def picked(routes: experts.Routes | experts.Logits) -> experts.Routes:
-    """What the router chose. Of one token on a GPU it is chosen here, as the product with w13 does
-    it."""
+@launch.jit
+def choose_kernel(
+    scores, ids, weights, WARPS: tl.constexpr, CHOICE: tl.constexpr, PDL: tl.constexpr
+):
+    """What the programs of the product with w13 do before they multiply."""
+    SIZES: tl.constexpr = CHOICE.sizes
+    expert, weight = CHOICE.choose((scores,), WARPS, SIZES)
+    tl.store(ids + tl.program_id(1), expert)
+    tl.store(weights + tl.program_id(1), weight)
+
+
+def picked(routes: experts.Routes | experts.SingleRoute) -> experts.Routes:
+    """What the router chose or, of one token on a GPU, what the product with w13 chooses."""
     if isinstance(routes, experts.Routes):
         return routes
     ids = torch.empty_like(routes.ids)
     weights = torch.empty(ids.shape, device=DEVICE)
-    sizes = experts._sizes_of_pick(len(routes.logits), ids.shape[1], routes.norm_topk, 1)
-    args = (routes.logits, routes.gain, ids, weights, 1)
-    launch.launch(experts._pick_kernel, (1,), DEVICE, *args, **sizes)
+    stack = routes.w13_stack(1)
+    sizes = dict(WARPS=2, CHOICE=stack.choice, warps=2)
+    launch.launch(choose_kernel, (1, ids.numel()), DEVICE, routes.scores, ids, weights, **sizes)
     return experts.Routes(ids, weights)
 
 
@@ -736,7 +745,6 @@ def expert_arguments(
     layer = SimpleNamespace(
         ffn_norm=(torch.rand(C, device=DEVICE) + 0.5).to(dtype),
         router=matrix(E, C),
-        router_gain=1.0,
         w13=encoded(matrix(E * 2 * F, C), format),
         w2=encoded(matrix(E * C, F), format),
     )

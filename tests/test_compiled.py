@@ -159,7 +159,7 @@ def launch_routers(dtype: torch.dtype) -> None:
     """Of Qwen3-30B-A3B, with a few tokens, more, and a prompt."""
     router = Matrix(torch.zeros(128, 2048, dtype=dtype))
     norm = torch.zeros(2048, dtype=dtype)
-    layer = SimpleNamespace(ffn_norm=norm, router=router, router_gain=1.0)
+    layer = SimpleNamespace(ffn_norm=norm, router=router)
     for T in (3, 16, 200):
         kernels.fused.route(torch.zeros(T, 2048, dtype=dtype), layer, pass_of_experts(8))
 
@@ -280,10 +280,14 @@ def compile_kernels(arch: int) -> None:
             assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
         else:
             assert ("griddepcontrol.wait" in ptx) == (arch >= 90), what
-        # The product with w13: launch.py says why it waits before it lets the next kernel start
-        if arch >= 90 and constants.get("SUMMED") == 1 and arguments[6] is not None:
+        # The product with w13: launch.py says why it waits before it lets the next kernel start, and
+        # what programs without rows do instead
+        if arch >= 90 and constants.get("CHOICE"):
             order = re.findall(r"griddepcontrol\.(\w+)", ptx)
             assert order == ["wait", "launch_dependents", "wait"], (order, what)
+            before, after = ptx.split("fence.acq_rel.gpu")
+            assert re.findall(r"st\.global|griddepcontrol", before)[-1] == "st.global", what
+            assert re.search("griddepcontrol|ret;", after)[0] == "ret;", what
             waits_first.add(name)
         if constants.get("FP16_SUMS"):
             with_fp16_sums.add(name)
