@@ -72,7 +72,7 @@ class SingleRoute(NamedTuple):
     ids: Tensor  # int32 [1, k]: the experts, once the product with w13 has written them
     normed: Tensor  # [1, C]: rmsnorm(x), which that product multiplies
     scores: Tensor  # float32 [E]: the logits
-    norm_topk: bool  # as of the model
+    norm_topk: bool  # of the model
 
     def w13_stack(self, rows: int) -> Stack:
         """The matrices in w13, of so many rows each."""
@@ -83,6 +83,9 @@ class SingleRoute(NamedTuple):
     def w2_stack(self, rows: int) -> Stack:
         """The matrices in w2, of so many rows each, whose products are added up."""
         return Stack(self.ids[0], rows, self.ids.shape[1])
+
+
+Routing = Routes | SingleRoute
 
 
 class RouterSizes(NamedTuple):
@@ -315,7 +318,7 @@ def _sort_kernel(ids, order, counts, COUNT, BLOCK: tl.constexpr, PDL: tl.constex
     tl.store(counts + expert, count)
 
 
-def route(x: Tensor, layer: LayerWeights, pass_: Pass) -> Routes | SingleRoute | None:
+def route(x: Tensor, layer: LayerWeights, pass_: Pass) -> Routing | None:
     if layer.router is None:
         return None
     T = len(x)
@@ -551,9 +554,7 @@ def _add_slots(y: Tensor, residual: Tensor) -> Tensor:
 # ---- the ops
 
 
-def swiglu(
-    x: Tensor, layer: LayerWeights, pass_: Pass, routes: Routes | SingleRoute, accumulate: str
-) -> Tensor:
+def swiglu(x: Tensor, layer: LayerWeights, pass_: Pass, routes: Routing, accumulate: str) -> Tensor:
     """kernels.rmsnorm_swiglu of each slot, times its weight: [T, k, F]."""
     F = layer.w13.rows // layer.router.rows // 2
     h = x.new_empty(len(x), pass_.experts_per_token, F)
@@ -567,9 +568,7 @@ def swiglu(
     return h
 
 
-def linear_add(
-    x: Tensor, w: Matrix, residual: Tensor, routes: Routes | SingleRoute, accumulate: str
-) -> Tensor:
+def linear_add(x: Tensor, w: Matrix, residual: Tensor, routes: Routing, accumulate: str) -> Tensor:
     """residual [T, C] += the sum over a token's slots, in place. x [T, k, K], w [E C, K]"""
     assert residual.shape[0] == len(x) and residual.is_contiguous(), (residual.shape, x.shape)
     product = Product("experts_linear_add", x.view(-1, w.columns), w)

@@ -54,7 +54,7 @@ from torch.nn import functional
 
 import experts
 from attention import attention, attention_ref, to_cache, to_cache_ref
-from experts import Routes, SingleRoute, route, route_ref
+from experts import Routing, route, route_ref
 from formats import Matrix
 from fp8 import E4M3
 from launch import gdc_launch_dependents, gdc_wait, jit, launch, saturated, tl, triton
@@ -350,7 +350,7 @@ def _launch_rope(
 #      linear_store: out = x W^T, out [T, C]. Where ranks share a model, it is the term of one of them
 
 
-def linear_add_ref(x: Tensor, w: Matrix, residual: Tensor, routes: Routes | None = None) -> Tensor:
+def linear_add_ref(x: Tensor, w: Matrix, residual: Tensor, routes: Routing | None = None) -> Tensor:
     if routes is None:
         return residual.add_(linear_ref(x, w))
     slots = experts.slots_ref(x, w, residual.shape[1], routes)
@@ -361,7 +361,7 @@ def linear_add(
     x: Tensor,
     w: Matrix,
     residual: Tensor,
-    routes: Routes | SingleRoute | None = None,
+    routes: Routing | None = None,
     *,
     accumulate: str = "auto",
 ) -> Tensor:
@@ -370,7 +370,7 @@ def linear_add(
     return _linear(x, w, residual, accumulate, added=True)
 
 
-def linear_store_ref(x: Tensor, w: Matrix, out: Tensor, routes: Routes | None = None) -> Tensor:
+def linear_store_ref(x: Tensor, w: Matrix, out: Tensor, routes: Routing | None = None) -> Tensor:
     return linear_add_ref(x, w, out.zero_(), routes)
 
 
@@ -378,7 +378,7 @@ def linear_store(
     x: Tensor,
     w: Matrix,
     out: Tensor,
-    routes: Routes | SingleRoute | None = None,
+    routes: Routing | None = None,
     *,
     accumulate: str = "auto",
 ) -> Tensor:
@@ -408,7 +408,7 @@ def _linear(x: Tensor, w: Matrix, out: Tensor, accumulate: str, added: bool) -> 
 
 
 def rmsnorm_swiglu_ref(
-    x: Tensor, layer: LayerWeights, pass_: Pass, routes: Routes | None = None
+    x: Tensor, layer: LayerWeights, pass_: Pass, routes: Routing | None = None
 ) -> Tensor:
     normed = rmsnorm_ref(x, layer.ffn_norm, pass_.norm_eps)
     if routes is None:
@@ -455,7 +455,7 @@ def rmsnorm_swiglu(
     x: Tensor,
     layer: LayerWeights,
     pass_: Pass,
-    routes: Routes | SingleRoute | None = None,
+    routes: Routing | None = None,
     *,
     accumulate: str = "auto",
 ) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experts import Routes, SingleRoute
+from experts import Routing, SingleRoute
 from formats import Matrix
 from launch import (
     gdc_launch_dependents,
@@ -237,7 +237,7 @@ class Exchange:
         self.flags = addresses(flags.addresses, flags.own.itemsize * rank)
         self.sums = torch.zeros(len(flags.own), dtype=torch.int32, device=device)
 
-    def sends(self, x: Tensor, w: Matrix, routes: Routes | SingleRoute | None) -> bool:
+    def sends(self, x: Tensor, w: Matrix, routes: Routing | None) -> bool:
         """Whether linear_add takes this product: one or, without experts, a few tokens."""
         if routes is not None:
             return len(x) == 1
@@ -360,9 +360,7 @@ def cut_ops(
     """The ops of a model that is cut: `ops`, except for the two that involve all ranks.
     fp16_sums: whether sums are kept within the range of fp16."""
 
-    def linear_add(
-        x: Tensor, w: Matrix, residual: Tensor, routes: Routes | SingleRoute | None = None
-    ) -> Tensor:
+    def linear_add(x: Tensor, w: Matrix, residual: Tensor, routes: Routing | None = None) -> Tensor:
         if exchange and exchange.sends(x, w, routes):
             return exchange.linear_add(x, w, residual, routes)
         if exchange and exchange.has_room(residual):

@@ -725,7 +725,7 @@ def choose_kernel(
     tl.store(weights + tl.program_id(1), weight)
 
 
-def picked(routes: experts.Routes | experts.SingleRoute) -> experts.Routes:
+def picked(routes: experts.Routing) -> experts.Routes:
     """What the router chose or, of one token on a GPU, what the product with w13 chooses."""
     if isinstance(routes, experts.Routes):
         return routes
