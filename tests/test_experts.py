@@ -101,9 +101,11 @@ def test_8_bit_tensor_cores_multiply_a_prompt_with_experts(form):
 @pytest.mark.parametrize("T", [2, 5, 8, 9, 300])
 @pytest.mark.parametrize("E, k", [(20, 8), (128, 8), (5, 3)])
 def test_slots_are_sorted(T, E, k):
-    """By one kernel, or by two, with 300 tokens of which one takes its part at a time."""
+    """By one kernel or, with more tokens, by two."""
     x, layer, pass_ = expert_arguments(T, E, k, 16, 16)
     routes = kernels.fused.route(x, layer, pass_)
+    same = routes.ids == kernels.reference.route(x, layer, pass_).ids
+    assert same.double().mean() > 0.95, "but for those that nearly tie"
     ids = routes.ids.flatten()
     assert torch.equal(routes.order, ids.sort(stable=True).indices.int())
     assert torch.equal(routes.counts, ids.bincount(minlength=E).int())
