@@ -719,6 +719,7 @@ def choose_kernel(
     scores, ids, weights, WARPS: tl.constexpr, CHOICE: tl.constexpr, PDL: tl.constexpr
 ):
     """What the programs of the product with w13 do before they multiply."""
+    launch.gdc_wait(PDL)
     SIZES: tl.constexpr = CHOICE.sizes
     expert, weight = CHOICE.choose((scores,), WARPS, SIZES)
     tl.store(ids + tl.program_id(1), expert)
