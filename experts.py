@@ -76,8 +76,7 @@ class SingleRoute(NamedTuple):
 
     def w13_stack(self, rows: int) -> Stack:
         """The matrices in w13, of so many rows each."""
-        E = len(self.scores)
-        sizes = RouterSizes(E, triton.next_power_of_2(E), self.ids.shape[1], self.norm_topk)
+        sizes = RouterSizes.of(len(self.scores), self.ids.shape[1], self.norm_topk)
         return Stack(self.ids[0], rows, 1, Choice(_choose, sizes), (self.scores,))
 
     def w2_stack(self, rows: int) -> Stack:
@@ -89,12 +88,18 @@ Routing = Routes | SingleRoute
 
 
 class RouterSizes(NamedTuple):
-    """What _choose needs to know."""
+    """What kernels need to know to pick a token's experts. Padded numbers are powers of two."""
 
     experts: int
-    padded: int  # the next power of two
+    experts_padded: int
     slots: int
+    slots_padded: int
     norm_topk: bool
+
+    @classmethod
+    def of(cls, experts: int, slots: int, norm_topk: bool) -> RouterSizes:
+        padded = triton.next_power_of_2
+        return cls(experts, padded(experts), slots, padded(slots), norm_topk)
 
 
 # ---- the router
@@ -187,20 +192,20 @@ def _logits_kernel(
 
 
 @jit
-def _best_experts(
-    logits, own, E: tl.constexpr, SLOTS: tl.constexpr, NORM_TOPK: tl.constexpr, BLOCK: tl.constexpr
-):
+def _best_experts(logits, own, SIZES: tl.constexpr):
     """logits: pointers [TOKENS, 1] to those of some tokens; own: which of the tokens there are. Returns
-    the ids of their experts, SLOTS tensors [TOKENS], best first; exp(logit - peak) of every expert,
-    [TOKENS, BLOCK]; and what to divide that by to get weights, [TOKENS]."""
+    the ids of their experts, a tensor [TOKENS] for each slot, best first; exp(logit - peak) of every
+    expert, [TOKENS, BLOCK]; and what to divide that by to get weights, [TOKENS]."""
+    BLOCK: tl.constexpr = SIZES.experts_padded
+    SLOTS: tl.constexpr = SIZES.slots
     offs = tl.arange(0, BLOCK)[None, :]
-    there = own & (offs < E)
+    there = own & (offs < SIZES.experts)
     logit = tl.load(logits + offs, mask=there, other=float("-inf"))
     logit = tl.where(logit == logit, logit, float("-inf"))  # NaN beats no number
     # Integers, since one instruction finds the largest of a warp's. Their last bits are the expert's, so
     # that the maximum says which one it is, and of equal logits the first is the largest
     key = (in_order(tl.maximum(logit, LOWEST)) & -BLOCK) + (BLOCK - 1 - offs)
-    key = tl.where(offs < E, key, TAKEN)
+    key = tl.where(offs < SIZES.experts, key, TAKEN)
     experts = ()
     for _ in tl.static_range(SLOTS):
         best = tl.max(key, 1)
@@ -208,7 +213,7 @@ def _best_experts(
         experts += (BLOCK - 1 - (best & (BLOCK - 1)),)
     shares = tl.exp(logit - tl.max(logit, 1)[:, None])
     counted = shares
-    if NORM_TOPK:
+    if SIZES.norm_topk:
         counted = tl.where(there & (key == TAKEN), shares, 0.0)
     return experts, shares, tl.sum(counted, 1)
 
@@ -226,9 +231,7 @@ def _choose(args, WARPS: tl.constexpr, SIZES: tl.constexpr):
     itself."""
     SLOTS: tl.constexpr = SIZES.slots
     logits = args[0] + tl.zeros([WARPS, 1], tl.int32)
-    best, shares, total = _best_experts(
-        logits, True, SIZES.experts, SLOTS, SIZES.norm_topk, SIZES.padded
-    )
+    best, shares, total = _best_experts(logits, True, SIZES)
     slot = tl.program_id(1)
     expert = best[0]
     for i in tl.static_range(1, SLOTS):
@@ -238,17 +241,15 @@ def _choose(args, WARPS: tl.constexpr, SIZES: tl.constexpr):
 
 
 @jit
-def _pick(
-    logits, ids, weights, t, T, stores, E: tl.constexpr, SLOTS: tl.constexpr,
-    NORM_TOPK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
+def _pick(logits, ids, weights, t, T, stores, SIZES: tl.constexpr):
     """The ids of the experts of tokens t [TOKENS], [TOKENS, BLOCK_S], E where there is no slot. If this
     program `stores` them, it does so with their weights."""
+    SLOTS: tl.constexpr = SIZES.slots
+    BLOCK_S: tl.constexpr = SIZES.slots_padded
     slots = tl.arange(0, BLOCK_S)[None, :]
     own = (t < T)[:, None]
-    pointers = logits + t[:, None] * E
-    best, shares, total = _best_experts(pointers, own, E, SLOTS, NORM_TOPK, BLOCK)
-    chosen = tl.full([t.shape[0], BLOCK_S], E, tl.int32)
+    best, shares, total = _best_experts(logits + t[:, None] * SIZES.experts, own, SIZES)
+    chosen = tl.full([t.shape[0], BLOCK_S], SIZES.experts, tl.int32)
     for slot in tl.static_range(SLOTS):
         chosen = tl.where(own & (slots == slot), best[slot][:, None], chosen)
     if stores:
@@ -263,9 +264,8 @@ def _pick(
 
 @jit
 def _pick_and_sort_kernel(
-    logits, ids, weights, order, counts, T, E: tl.constexpr, SLOTS: tl.constexpr,
-    NORM_TOPK: tl.constexpr, TOKENS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr,
-    PDL: tl.constexpr,
+    logits, ids, weights, order, counts, T,
+    TOKENS: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The experts of up to TOKENS tokens, which each program finds by itself, and the slots of one of
     these experts: see _sort_kernel."""
@@ -273,9 +273,9 @@ def _pick_and_sort_kernel(
     expert = tl.program_id(0)
     t = tl.arange(0, TOKENS)
     gdc_wait(PDL)
-    stores = expert == 0
-    chosen = _pick(logits, ids, weights, t, T, stores, E, SLOTS, NORM_TOPK, BLOCK_E, BLOCK_S)
-    slots = t[:, None] * SLOTS + tl.arange(0, BLOCK_S)[None, :]
+    chosen = _pick(logits, ids, weights, t, T, expert == 0, SIZES)
+    BLOCK_S: tl.constexpr = SIZES.slots_padded
+    slots = t[:, None] * SIZES.slots + tl.arange(0, BLOCK_S)[None, :]
     chosen, slots = chosen.reshape(TOKENS * BLOCK_S), slots.reshape(TOKENS * BLOCK_S)
     mine = (chosen == expert).to(tl.int32)
     places = tl.sum((chosen < expert).to(tl.int32), 0) + tl.cumsum(mine, 0) - 1
@@ -285,15 +285,13 @@ def _pick_and_sort_kernel(
 
 @jit
 def _pick_kernel(
-    logits, ids, weights, T, E: tl.constexpr, SLOTS: tl.constexpr,
-    NORM_TOPK: tl.constexpr, TOKENS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
+    logits, ids, weights, T, TOKENS: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr
+):
     """The experts of TOKENS tokens."""
     gdc_launch_dependents(PDL)
     gdc_wait(PDL)
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    _pick(logits, ids, weights, t, T, True, E, SLOTS, NORM_TOPK, BLOCK_E, BLOCK_S)
+    _pick(logits, ids, weights, t, T, True, SIZES)
 
 
 @jit
@@ -384,25 +382,19 @@ def _library_logits(x: Tensor, layer: LayerWeights, pass_: Pass) -> Tensor:
 def _pick_and_sort(logits: Tensor, pass_: Pass, routes: Routes) -> None:
     T, E = logits.shape
     k = pass_.experts_per_token
-    sizes = partial(_sizes_of_pick, E, k, pass_.norm_topk)
-    if T <= FEW_ROUTED:
-        tokens = triton.next_power_of_2(T)
-        args = (logits, *routes, T)
-        launch(_pick_and_sort_kernel, (E,), logits.device, *args, **sizes(tokens))
+    few = T <= FEW_ROUTED
+    tokens = triton.next_power_of_2(T) if few else PICKED
+    sizes = RouterSizes.of(E, k, pass_.norm_topk)
+    constants = dict(TOKENS=tokens, SIZES=sizes, warps=min(4, tokens))  # a warp takes whole tokens
+    if few:
+        launch(_pick_and_sort_kernel, (E,), logits.device, logits, *routes, T, **constants)
         return
     args = (logits, routes.ids, routes.weights, T)
-    launch(_pick_kernel, (triton.cdiv(T, PICKED),), logits.device, *args, **sizes(PICKED))
+    launch(_pick_kernel, (triton.cdiv(T, tokens),), logits.device, *args, **constants)
     block = min(16384, triton.next_power_of_2(T * k))
+    warps = min(8, max(1, block // 256))
     args = (routes.ids, routes.order, routes.counts, T * k)
-    launch(
-        _sort_kernel, (E,), logits.device, *args, BLOCK=block, warps=min(8, max(1, block // 256))
-    )
-
-
-def _sizes_of_pick(E: int, k: int, norm_topk: bool, tokens: int) -> dict[str, int]:
-    """Each warp picks the experts of whole tokens."""
-    sizes = dict(E=E, SLOTS=k, NORM_TOPK=norm_topk, TOKENS=tokens, warps=min(4, tokens))
-    return sizes | dict(BLOCK_E=triton.next_power_of_2(E), BLOCK_S=triton.next_power_of_2(k))
+    launch(_sort_kernel, (E,), logits.device, *args, BLOCK=block, warps=warps)
 
 
 # ---- their products

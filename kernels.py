@@ -402,8 +402,8 @@ def _linear(x: Tensor, w: Matrix, out: Tensor, accumulate: str, added: bool) -> 
 #      x [T, C], w13 [2 F, C] -> [T, F]. The rows of w1 and w3 alternate in w13, so that a and b of
 #      one output are neighbours
 #
-#      With experts: the same for each of a token's slots, times the slot's weight. Of a single token
-#      it also chooses the experts, so that it comes before linear_add with the same routes.
+#      With experts: the same for each of a token's slots, times the slot's weight. With a single token
+#      it also chooses the experts, so it has to run before linear_add with the same routes.
 #      w13 [E 2 F, C] -> [T, k, F]
 
 

@@ -16,12 +16,12 @@ offsets, load its first tile of weights. The rules that keep this correct:
   positions, the keys and values of earlier passes. If the kernel before waits first, in every
   program, it may also read what all kernels before that one wrote. ranks/exchange.py explains its
   exceptions;
-- there is one exception, where one token goes through experts. The product with w13 can load nothing
-  without the router's logits, so it waits first. Then each of its programs chooses its expert, and lets
-  the next kernel start, which is the product with w2. But some programs have no rows, so that none with
-  rows loses time. They write the ids of the experts, make them visible to the whole GPU, and let the next
-  kernel start by ending. It reads the ids, and loads its rows, before it waits: past the L1 cache, which
-  may hold older ones;
+- this has one exception, where one token goes through experts. The product with w13 can load nothing
+  without the router's logits, so it waits first. Then each of its programs chooses its expert and lets
+  the next kernel start, the product with w2, which reads the experts' ids and loads its rows before it
+  waits. Extra programs, which have no rows of W, write these ids. They make them visible to the whole GPU
+  and then end, without which the next kernel cannot start. It reads the ids past the L1 cache, which may
+  hold older ones;
 - places, positions and segments are moved by torch's own operations, which are launched without
   the attribute. Each starts when all earlier kernels have ended, including those that read the old
   values, and later kernels start when it has ended. test_no_step_sees_an_old_position runs

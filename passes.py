@@ -34,8 +34,8 @@ PROMPT_CHUNK = {"cpu": 512, "cuda": 2048}
 # arithmetic, so that a step is at most a twelfth of the length. But 240 and 448 are left out: with
 # them cuBLAS takes longer for w13 of 7B or 8B in 16 bits than with 256 and 480. The longest is two
 # chunks, since a small remainder would have to read and decode all the weights again
-LENGTHS = (1, 8, 16, 32, 48, 64, 96, 128, 160, 192, 208, 224, 256, *range(272, 384, 16))
-LENGTHS += (384, 416, *range(480, 768, 32), *range(768, 2048, 64), *range(2048, 4097, 128))
+LENGTHS = (1, 8, 16, 32, 48, 64, 96, 128, 160, 192, 208, 224, 256, *range(272, 400, 16), 416)
+LENGTHS += (*range(480, 768, 32), *range(768, 2048, 64), *range(2048, 4097, 128))
 TEXTS = (1, 2, 4, 8, 16, 32, 64)  # numbers of texts that are captured; others are padded
 MOST_TEXTS = TEXTS[-1]
 AHEAD = 2  # positions beyond the last of a sequence that a pass launched ahead may write

@@ -141,6 +141,9 @@ def ops_of(model: Llama, pass_: Pass, inputs: Inputs) -> dict[str, Callable[[int
     eps = c.norm_eps
     queries = y.view(len(y), c.n_heads, c.head_dim)
     routes = [ops.route(x, layer, pass_) for layer in layers]  # None without experts
+    for layer, of_layer in zip(layers, routes):
+        if of_layer:
+            ops.rmsnorm_swiglu(x, layer, pass_, of_layer)  # chooses the experts for w2
 
     def rmsnorm(i: int) -> object:
         return ops.rmsnorm(copies[i], layers[0].ffn_norm, eps)
@@ -162,9 +165,6 @@ def ops_of(model: Llama, pass_: Pass, inputs: Inputs) -> dict[str, Callable[[int
 
     def swiglu(i: int) -> object:
         return ops.rmsnorm_swiglu(x, layers[i], pass_, routes[i])
-
-    for i in range(len(layers)) if model.config.n_experts else ():
-        swiglu(i)  # which chooses the experts of w2
 
     def output(i: int) -> object:
         return ops.rmsnorm_linear(x, model.weights.norm, model.weights.output, pass_, logits)

@@ -104,11 +104,18 @@ def test_slots_are_sorted(T, E, k):
     """By one kernel or, with more tokens, by two."""
     x, layer, pass_ = expert_arguments(T, E, k, 16, 16)
     routes = kernels.fused.route(x, layer, pass_)
-    same = routes.ids == kernels.reference.route(x, layer, pass_).ids
-    assert same.double().mean() > 0.95, "but for those that nearly tie"
     ids = routes.ids.flatten()
     assert torch.equal(routes.order, ids.sort(stable=True).indices.int())
     assert torch.equal(routes.counts, ids.bincount(minlength=E).int())
+
+
+def test_routers_equal_their_reference():
+    x, layer, pass_ = expert_arguments(150, 5, 2, 64, 64)
+    right = kernels.reference.route(x, layer, pass_)
+    for ops, rows in itertools.product((kernels.reference, kernels.fused), (150, 20, 3, 1)):
+        routes = picked(ops.route(x[:rows].contiguous(), layer, pass_))
+        assert torch.equal(routes.ids, right.ids[:rows])
+        assert torch.allclose(routes.weights, right.weights[:rows], rtol=1e-3)
 
 
 @pytest.mark.parametrize("warps", [1, 4])
@@ -143,13 +150,12 @@ def test_w2_takes_the_experts_that_w13_chose(warps, monkeypatch):
 
 @pytest.mark.parametrize("form", [E4M3, INT4], ids=lambda form: form.name)
 def test_experts_with_large_norms(form):
-    """They are not moved into the matrices, as fit_norm does it, since nothing multiplies by them in
-    half precision."""
+    """fit_norm leaves them as they are, since nothing multiplies by them in half precision."""
     for T in (1, 5, 17):
         x, layer, pass_ = expert_arguments(T, 5, 2, 256, 64, torch.float16, form)
         layer.ffn_norm *= 150
         layer.router.data.div_(150)
-        form.multiply(layer.w13.tensors, 2**-7)  # so that h is not beyond a half
+        form.multiply(layer.w13.tensors, 2**-7)  # so that h fits into fp16
         check_experts((x, layer, pass_), torch.float16, form)
 
 
