@@ -277,10 +277,13 @@ def _pick_and_sort_kernel(
     BLOCK_S: tl.constexpr = SIZES.slots_padded
     slots = t[:, None] * SIZES.slots + tl.arange(0, BLOCK_S)[None, :]
     chosen, slots = chosen.reshape(TOKENS * BLOCK_S), slots.reshape(TOKENS * BLOCK_S)
-    mine = (chosen == expert).to(tl.int32)
-    places = tl.sum((chosen < expert).to(tl.int32), 0) + tl.cumsum(mine, 0) - 1
-    tl.store(order + places, slots, mask=mine > 0)
-    tl.store(counts + expert, tl.sum(mine, 0))
+    # One scan counts both its slots and, in the upper half of the numbers, those of lower experts. Triton
+    # 3.6 adds up wrongly what was reshaped when threads hold it twice
+    mine = chosen == expert
+    found = tl.cumsum(tl.where(mine, 1, tl.where(chosen < expert, 1 << 16, 0)), 0)
+    total = tl.max(found, 0)
+    tl.store(order + (total >> 16) + (found & 0xFFFF) - 1, slots, mask=mine)
+    tl.store(counts + expert, total & 0xFFFF)
 
 
 @jit
