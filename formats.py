@@ -351,18 +351,27 @@ class Experts(NamedTuple):
 
 
 @jit
+def _any_of_three(a, b, c, same_a, same_b, same_c):
+    """For a reduction whose elements are the same."""
+    return a, b, c
+
+
+@jit
 def block_of(counts, offs_e, block, SIZE: tl.constexpr, EXPERTS: tl.constexpr):
     """Among blocks of at most SIZE slots that chose the same expert, the one with this index: its
     expert, where its slots begin among the sorted ones, and how many they are; 0 or less beyond the
-    last block. offs_e: 0 to EXPERTS.padded."""
+    last block. offs_e: 0 to EXPERTS.padded in each of some rows, one for each warp, which then finds
+    the block by itself."""
     count = tl.load(counts + offs_e, mask=offs_e < EXPERTS.count, other=0)
     blocks = (count + SIZE - 1) // SIZE
-    expert = tl.sum((tl.cumsum(blocks, 0) <= block).to(tl.int32), 0)
-    before = offs_e < expert
-    first = (block - tl.sum(tl.where(before, blocks, 0), 0)) * SIZE
-    begin = tl.sum(tl.where(before, count, 0), 0) + first
-    left = tl.sum(tl.where(offs_e == expert, count, 0), 0) - first
-    return expert, begin, tl.minimum(left, SIZE)
+    ends = tl.cumsum(blocks, 1)
+    before = ends <= block
+    expert = tl.sum(before.to(tl.int32), 1)
+    first = (block - tl.sum(tl.where(before, blocks, 0), 1)) * SIZE
+    begin = tl.sum(tl.where(before, count, 0), 1) + first
+    here = (ends > block) & (ends - blocks <= block)
+    left = tl.sum(tl.where(here, count, 0), 1) - first
+    return tl.reduce((expert, begin, tl.minimum(left, SIZE)), 0, _any_of_three)
 
 
 @jit

@@ -591,7 +591,8 @@ def _few_kernel(
     slots = order
     if EXPERTS is not None:
         gdc_wait(PDL)
-        offs_e = tl.arange(0, EXPERTS.padded)
+        WARPS: tl.constexpr = TILE.warps
+        offs_e = tl.zeros([WARPS, 1], tl.int32) + tl.arange(0, EXPERTS.padded)[None, :]
         expert, begin, T = block_of(counts, offs_e, tl.program_id(1), TOKENS, EXPERTS)
         if T <= 0:
             return
@@ -690,7 +691,7 @@ def _many_kernel(
         x_rows = tl.minimum(begin + offs_t, T - 1).to(tl.int64)
         w_rows = tl.minimum(rows, N - 1).to(tl.int64)
     else:
-        offs_e = tl.arange(0, EXPERTS.padded)
+        offs_e = tl.arange(0, EXPERTS.padded)[None, :]
         expert, first, T = block_of(counts, offs_e, tl.program_id(1), TOKENS, EXPERTS)
         if T <= 0:
             return

@@ -569,7 +569,8 @@ class Work(NamedTuple):
     start: Any
     end: Any
     tiles: Any  # in a block: of one expert's slots or, without experts, all of them
-    tokens: Any
+    units: Any  # of all programs: steps or, with experts, tiles
+    programs: Any  # how many have any
 
 
 class Place(NamedTuple):
@@ -587,8 +588,6 @@ class Sums(NamedTuple):
 
     partial: Any  # memory for the sum of each program
     arrived: Any  # a counter for each tile
-    units: Any  # steps of all tiles
-    programs: Any  # how many have any
 
 
 class Result(NamedTuple):
@@ -653,14 +652,47 @@ def _copy_x(tile, x, rows, present, step, K: gl.constexpr, FORMAT: gl.constexpr)
 
 
 @jit
+def _experts_of_each_warp(EXPERTS: gl.constexpr):
+    """0 to EXPERTS.padded for each warp, so that none needs another's result: [WARPS, padded]."""
+    WARPS: gl.constexpr = gl.num_warps()
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
+    offs_e = gl.arange(0, EXPERTS.padded, gl.SliceLayout(0, LAYOUT))[None, :]
+    return offs_e + gl.zeros([WARPS, 1], gl.int32, LAYOUT)
+
+
+@jit
+def _work_of(
+    T, N, slots, TOKENS: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr,
+    EXPERTS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """This program's part. With experts it depends on how many slots each has: it waits for the
+    router."""
+    tiles = gl.cdiv(N, ROWS)
+    if EXPERTS is None:
+        UNIT: gl.constexpr = 1  # steps that one program takes
+        tiles *= gl.cdiv(T, TOKENS)
+        units = tiles * STEPS
+    else:
+        UNIT: gl.constexpr = STEPS
+        gdc_wait(PDL)
+        offs_e = _experts_of_each_warp(EXPERTS)
+        count = gl.load(slots[1] + offs_e, mask=offs_e < EXPERTS.count, other=0)
+        units = gl.max(gl.sum((count + TOKENS - 1) // TOKENS, 1), 0) * tiles
+    programs = gl.minimum(gl.num_programs(0), units)
+    program = gl.minimum(gl.program_id(0), programs)
+    start = program * units // programs * UNIT
+    end = gl.minimum(program + 1, programs) * units // programs * UNIT
+    return Work(start, end, tiles, units, programs)
+
+
+@jit
 def _block_of(block, slots, T, TOKENS: gl.constexpr, EXPERTS: gl.constexpr):
     """A block's expert, where its slots begin, and how many they are. Without experts there is one
     block, of all tokens."""
     if EXPERTS is None:
         return 0, 0, T
     else:
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        offs_e = gl.arange(0, EXPERTS.padded, LAYOUT)
+        offs_e = _experts_of_each_warp(EXPERTS)
         return block_of(slots[1], offs_e, block, TOKENS, EXPERTS)
 
 
@@ -695,24 +727,25 @@ def _steps_of(tile, work, STEPS: gl.constexpr):
 
 @jit
 def _load_tiles(
-    buffers, full, empty, x, codes, w, work, slots, N, K: gl.constexpr, EXPERTS: gl.constexpr,
+    buffers, full, empty, x, codes, w, slots, T, N, K: gl.constexpr, EXPERTS: gl.constexpr,
     FORMAT: gl.constexpr, X_FORMAT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The group that loads."""
     code_tiles, x_tiles, _ = buffers
-    start, end, tiles, T = work
     STAGES: gl.constexpr = x_tiles.shape[0]
     TOKENS: gl.constexpr = x_tiles.shape[1]
     COLUMNS: gl.constexpr = x_tiles.shape[2]
     ROWS: gl.constexpr = code_tiles.shape[1]
     STEPS: gl.constexpr = K // COLUMNS
     LAYOUT: gl.constexpr = _layout_of_x(COLUMNS)
+    work = _work_of(T, N, slots, TOKENS, ROWS, STEPS, EXPERTS, PDL)
+    start, end, tiles = work.start, work.end, work.tiles
     if EXPERTS is None:  # before the wait
         for i in range(gl.minimum(STAGES, end - start)):
             unit = start + i
             place = _tile_of(unit // STEPS, (0, 0, T), N, TOKENS, ROWS, EXPERTS)
             _copy_w(buffers, full, i, codes, w, place, unit % STEPS, K, FORMAT)
-    gdc_wait(PDL)
+        gdc_wait(PDL)
     offs_t = gl.arange(0, TOKENS, gl.SliceLayout(1, LAYOUT))
     for j in range(start // (tiles * STEPS), gl.cdiv(end, tiles * STEPS)):
         block = _block_of(j, slots, T, TOKENS, EXPERTS)
@@ -778,12 +811,11 @@ def _decode(codes, groups, stage, part: gl.constexpr, PART: gl.constexpr, FORMAT
 
 @jit
 def _multiply_tiles(
-    buffers, full, empty, w, work, slots, result, K: gl.constexpr, EXPERTS: gl.constexpr,
+    buffers, full, empty, w, slots, T, result, K: gl.constexpr, EXPERTS: gl.constexpr,
     FORMAT: gl.constexpr, EPILOGUE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The groups that multiply."""
     code_tiles, x_tiles, group_tiles = buffers
-    start, end, tiles, T = work
     STAGES: gl.constexpr = x_tiles.shape[0]
     TOKENS: gl.constexpr = x_tiles.shape[1]
     COLUMNS: gl.constexpr = x_tiles.shape[2]
@@ -793,6 +825,8 @@ def _multiply_tiles(
     STEPS: gl.constexpr = K // COLUMNS
     # Columns that are decoded while those before are being multiplied; 8-bit codes lie in runs of 128
     PART: gl.constexpr = 64 if code_tiles.dtype == gl.int32 or COLUMNS == 64 else 128
+    work = _work_of(T, result.N, slots, TOKENS, ROWS, STEPS, EXPERTS, PDL)
+    start, end, tiles = work.start, work.end, work.tiles
     for j in range(start // (tiles * STEPS), gl.cdiv(end, tiles * STEPS)):
         block = _block_of(j, slots, T, TOKENS, EXPERTS)
         first, last = _tiles_of(j, work, STEPS)
@@ -814,18 +848,19 @@ def _multiply_tiles(
                     operands += (a,)
                 acc = warpgroup_mma_wait(0, deps=(acc,) + operands)[0]
                 mbarrier.arrive(empty.index(stage), count=1)
-            gdc_wait(PDL)
+            if EXPERTS is None:
+                gdc_wait(PDL)
             place = _tile_of(tile, block, result.N, TOKENS, ROWS, EXPERTS)
             whole = high - low == STEPS
             _hand_over(
-                acc, j * tiles + tile, whole, w, place, slots, result, STEPS, EXPERTS, FORMAT,
-                EPILOGUE,
+                acc, j * tiles + tile, whole, w, place, slots, work, result, STEPS, EXPERTS,
+                FORMAT, EPILOGUE,
             )  # fmt: skip
 
 
 @jit
 def _hand_over(
-    acc, tile, whole, w, place, slots, result, STEPS: gl.constexpr, EXPERTS: gl.constexpr,
+    acc, tile, whole, w, place, slots, work, result, STEPS: gl.constexpr, EXPERTS: gl.constexpr,
     FORMAT: gl.constexpr, EPILOGUE: gl.constexpr,
 ):  # fmt: skip
     """Hand a tile's sums to the epilogue. If several programs share it, one adds theirs up. whole:
@@ -836,16 +871,17 @@ def _hand_over(
     OUT: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [BESIDE, OTHERS], [0, 1])
     y = gl.convert_layout(acc, OUT)
     if EXPERTS is None:
-        y, whole = _add_up(y, tile, whole, place.count, result.sums, STEPS)
+        y, whole = _add_up(y, tile, whole, place.count, work, result.sums, STEPS)
     if whole:
         _finish(y, w, place, slots, result, EXPERTS, FORMAT, EPILOGUE)
 
 
 @jit
-def _add_up(y, tile, whole, T, sums, STEPS: gl.constexpr):
+def _add_up(y, tile, whole, T, work, sums, STEPS: gl.constexpr):
     """Unless y is a tile's whole sum, it is one of several: the program with the tile's first steps
     adds them up, the others leave theirs in memory. Returns the sum, and whether it is whole now."""
-    partial, arrived, units, programs = sums
+    partial, arrived = sums
+    units, programs = work.units, work.programs
     ROWS: gl.constexpr = y.shape[0]
     TOKENS: gl.constexpr = y.shape[1]
     OUT: gl.constexpr = y.type.layout
@@ -935,46 +971,28 @@ def many_kernel(
     buffers = (code_tiles, x_tiles, groups)
     full = _barriers(STAGES, 1 + 32 * LOADERS)  # one for the codes, one for what each thread copies
     empty = _barriers(STAGES, 1)
-    STEPS: gl.constexpr = K // COLUMNS
     # What warp_specialize hands over may be a tensor or a tuple, but not None
     slots = ()  # with experts, all slots and how many each expert has
     sums = ()
     biases = ()
-    tiles = gl.cdiv(N, ROWS)
     if EXPERTS is None:
-        UNIT: gl.constexpr = 1  # steps that one program takes
-        tiles *= gl.cdiv(T, TOKENS)
-        units = tiles * STEPS
+        sums = Sums(partial, arrived)
     else:
-        UNIT: gl.constexpr = STEPS
-        gdc_wait(PDL)
         slots = (order, counts)
-        offs_e = gl.arange(0, EXPERTS.padded, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-        count = gl.load(counts + offs_e, mask=offs_e < EXPERTS.count, other=0)
-        units = gl.sum((count + TOKENS - 1) // TOKENS, 0) * tiles
-    programs = gl.minimum(gl.num_programs(0), units)
-    program = gl.minimum(gl.program_id(0), programs)
-    start = program * units // programs * UNIT
-    end = gl.minimum(program + 1, programs) * units // programs * UNIT
-    if EXPERTS is None:
-        sums = Sums(partial, arrived, units, programs)
     if bias is not None:
         biases = (bias,)
-    work = Work(start, end, tiles, T)
     result = Result(args, N, biases, sums)
-    # Triton 3.6 does not see that what follows may overwrite what the sum is read from
-    barrier()
     gl.warp_specialize(
         [
             (
                 _multiply_tiles,
-                (buffers, full, empty, w, work, slots, result, K, EXPERTS, FORMAT, EPILOGUE, PDL),
+                (buffers, full, empty, w, slots, T, result, K, EXPERTS, FORMAT, EPILOGUE, PDL),
             ),
             (
                 _load_tiles,
                 (
-                    buffers, full, empty, x, codes, w, work, slots, N, K, EXPERTS, FORMAT,
-                    X_FORMAT, PDL,
+                    buffers, full, empty, x, codes, w, slots, T, N, K, EXPERTS, FORMAT, X_FORMAT,
+                    PDL,
                 ),
             ),
         ],

@@ -86,8 +86,8 @@ MUTANTS = [
     ),
     Mutant(
         "formats.py",
-        "begin = tl.sum(tl.where(before, count, 0), 0) + first",
-        "begin = tl.sum(tl.where(before, count, 0), 0)",
+        "begin = tl.sum(tl.where(before, count, 0), 1) + first",
+        "begin = tl.sum(tl.where(before, count, 0), 1)",
         "numbers_of_slots and e4m3",
     ),
     Mutant(
