@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from model import LayerWeights
     from passes import Pass
 
-FEW_ROUTED = 8  # up to so many tokens, logits without tensor cores, and one kernel to pick and sort
+FEW_SORTED = 8  # up to so many tokens, one kernel picks the experts and sorts the slots
+FEW_ROUTED = 16  # up to so many tokens, logits without tensor cores, by a kernel that also norms x
 MOST_ROUTED = 128  # beyond, the library computes the logits
 PICKED = 4  # tokens of a program of _pick_kernel
 LOWEST = constexpr(torch.finfo(torch.float32).min)
@@ -62,6 +63,7 @@ class Routes(NamedTuple):
     # int32 [E]
     order: Tensor | None = None
     counts: Tensor | None = None
+    normed: Tensor | None = None  # rmsnorm(x) [T, C], which w13 multiplies; up to FEW_ROUTED tokens
 
 
 class SingleRoute(NamedTuple):
@@ -128,8 +130,9 @@ def _few_logits_kernel(
     x, norm, w, eps, logits, normed,
     E: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS logits of one token. With a single token, the first program also stores `normed`."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """ROWS logits of one token, whose first program also stores rmsnorm(x) in `normed`."""
+    t = tl.program_id(0)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     offs_c = tl.arange(0, BLOCK)
     mask_c = offs_c < C
     offs = rows[:, None] * C + offs_c[None, :]
@@ -137,12 +140,10 @@ def _few_logits_kernel(
     factors = tl.load(norm + offs_c, mask=mask_c, other=0.0).to(tl.float32)
     gdc_wait(PDL)
     gdc_launch_dependents(PDL)
-    t = tl.program_id(1)
     values = tl.load(x + t * C + offs_c, mask=mask_c, other=0.0).to(tl.float32)
     inv_rms = tl.rsqrt(tl.sum(values * values) / C + eps)
-    if normed is not None:
-        y = (values * inv_rms * factors).to(normed.dtype.element_ty)
-        tl.store(normed + offs_c, y, mask=mask_c & (tl.program_id(0) == 0))
+    y = (values * inv_rms * factors).to(normed.dtype.element_ty)
+    tl.store(normed + t * C + offs_c, y, mask=mask_c & (tl.program_id(1) == 0))
     sums = tl.sum(tile.to(tl.float32) * (values * factors)[None, :], 1)
     tl.store(logits + t * E + rows, sums * inv_rms, mask=rows < E)
 
@@ -277,8 +278,8 @@ def _pick_and_sort_kernel(
     BLOCK_S: tl.constexpr = SIZES.slots_padded
     slots = t[:, None] * SIZES.slots + tl.arange(0, BLOCK_S)[None, :]
     chosen, slots = chosen.reshape(TOKENS * BLOCK_S), slots.reshape(TOKENS * BLOCK_S)
-    # One scan counts both its slots and, in the upper half of the numbers, those of lower experts. Triton
-    # 3.6 adds up wrongly what was reshaped when threads hold it twice
+    # One scan counts both its slots and, in the upper halves of the numbers, those of lower experts: a
+    # sum of what was reshaped is wrong in Triton 3.6 where several threads hold the same element
     mine = chosen == expert
     found = tl.cumsum(tl.where(mine, 1, tl.where(chosen < expert, 1 << 16, 0)), 0)
     total = tl.max(found, 0)
@@ -325,35 +326,33 @@ def route(x: Tensor, layer: LayerWeights, pass_: Pass) -> Routing | None:
     T = len(x)
     E, k = layer.router.rows, pass_.experts_per_token
     numbers = partial(x.new_empty, dtype=torch.int32)
-    if T == 1:
-        normed = torch.empty_like(x)
-        logits = _few_logits(x, layer, pass_, normed)
-        return SingleRoute(numbers(1, k), normed, logits[0], pass_.norm_topk)
-    weights = x.new_empty(T, k, dtype=torch.float32)
-    routes = Routes(numbers(T, k), weights, numbers(T * k), numbers(E))
+    normed = None
     if T <= FEW_ROUTED:
-        logits = _few_logits(x, layer, pass_)
+        logits, normed = _few_logits(x, layer, pass_)
     elif T <= MOST_ROUTED:
         logits = _logits(x, layer, pass_)
     else:
         logits = _library_logits(x, layer, pass_)
+    if T == 1:
+        return SingleRoute(numbers(1, k), normed, logits[0], pass_.norm_topk)
+    weights = x.new_empty(T, k, dtype=torch.float32)
+    routes = Routes(numbers(T, k), weights, numbers(T * k), numbers(E), normed)
     _pick_and_sort(logits, pass_, routes)
     return routes
 
 
-def _few_logits(
-    x: Tensor, layer: LayerWeights, pass_: Pass, normed: Tensor | None = None
-) -> Tensor:
-    """The logits [T, E] of up to FEW_ROUTED tokens. Of a single token, stores rmsnorm(x) in `normed`."""
+def _few_logits(x: Tensor, layer: LayerWeights, pass_: Pass) -> tuple[Tensor, Tensor]:
+    """The logits [T, E] of up to FEW_ROUTED tokens, and rmsnorm(x)."""
     T, C = x.shape
     E = layer.router.rows
     logits = x.new_empty(T, E, dtype=torch.float32)
+    normed = torch.empty_like(x)
     args = (x, layer.ffn_norm, layer.router.data, pass_.norm_eps, logits, normed)
     block = triton.next_power_of_2(C)
-    rows = 4 if T <= 4 else 8
-    sizes = dict(E=E, C=C, ROWS=rows, BLOCK=block, warps=max(1, min(rows, block // 256)))
-    launch(_few_logits_kernel, (triton.cdiv(E, rows), T), x.device, *args, **sizes)
-    return logits
+    rows = min(16, max(4, triton.next_power_of_2(T)))
+    sizes = dict(E=E, C=C, ROWS=rows, BLOCK=block, warps=max(1, min(8, rows, block // 256)))
+    launch(_few_logits_kernel, (T, triton.cdiv(E, rows)), x.device, *args, **sizes)
+    return logits, normed
 
 
 def _logits(x: Tensor, layer: LayerWeights, pass_: Pass) -> Tensor:
@@ -385,12 +384,13 @@ def _library_logits(x: Tensor, layer: LayerWeights, pass_: Pass) -> Tensor:
 def _pick_and_sort(logits: Tensor, pass_: Pass, routes: Routes) -> None:
     T, E = logits.shape
     k = pass_.experts_per_token
-    few = T <= FEW_ROUTED
+    few = T <= FEW_SORTED
     tokens = triton.next_power_of_2(T) if few else PICKED
     sizes = RouterSizes.of(E, k, pass_.norm_topk)
     constants = dict(TOKENS=tokens, SIZES=sizes, warps=min(4, tokens))  # a warp takes whole tokens
     if few:
-        launch(_pick_and_sort_kernel, (E,), logits.device, logits, *routes, T, **constants)
+        args = (logits, *routes[:4], T)
+        launch(_pick_and_sort_kernel, (E,), logits.device, *args, **constants)
         return
     args = (logits, routes.ids, routes.weights, T)
     launch(_pick_kernel, (triton.cdiv(T, tokens),), logits.device, *args, **constants)
@@ -554,11 +554,13 @@ def swiglu(x: Tensor, layer: LayerWeights, pass_: Pass, routes: Routing, accumul
     F = layer.w13.rows // layer.router.rows // 2
     h = x.new_empty(len(x), pass_.experts_per_token, F)
     epilogue = Epilogue(_prepare_hidden, _store_hidden, Hidden(F), pairs=True)
-    if len(x) == 1:
+    if routes.normed is None:
+        product = Product("experts_swiglu", x, layer.w13, layer.ffn_norm, pass_.norm_eps)
+    else:
         product = Product("experts_swiglu", routes.normed, layer.w13)
+    if len(x) == 1:
         products.launch_single(product, epilogue, (h,), routes.w13_stack(2 * F))
     else:
-        product = Product("experts_swiglu", x, layer.w13, layer.ffn_norm, pass_.norm_eps)
         _launch_several(product, epilogue, (h, routes.weights), routes, accumulate)
     return h
 

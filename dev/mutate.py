@@ -946,7 +946,8 @@ MUTANTS = [
     Mutant("experts.py", "there & (key == TAKEN)", "there", "eight_of_128"),
     Mutant("experts.py", "pass_.norm_topk)\n    weights", "True)\n    weights", "that_tie"),
     Mutant("experts.py", "if SIZES.norm_topk:", "if True:", "that_tie"),
-    Mutant("experts.py", "sum((chosen < expert)", "sum((chosen <= expert)", "are_sorted"),
+    Mutant("experts.py", "expert, 1 << 16, 0)", "expert, 0, 0)", "are_sorted"),
+    Mutant("experts.py", "(values * inv_rms * factors)", "(values * factors)", "equal_their_ref"),
     Mutant("launch.py", "program_id(1), matrix)", "program_id(1), 0)", "equal_their_reference"),
     Mutant("experts.py", "rmsnorm(x, layer.ffn_norm,", "rmsnorm(x, x[0],", "routers_equal"),
     # a helper that reference and kernel share
