@@ -14,8 +14,6 @@ import random
 import re
 import resource
 import sys
-from contextlib import suppress
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 from grammars import lark_grammar
@@ -109,13 +107,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="print only what is generated")
     add("--quiet", action="store_true", help="print only text and errors")
     add("--debug", action="store_true", help="print errors with their traceback")
-    add("--version", action="store_true", help="print the versions that results depend on")
     # fmt: on
 
     args = parser.parse(argv, mode_of)
-    if args.version:
-        print(version(), flush=True)
-        parser.exit()
     settle_model(args)
     if error := contradiction(args) or model_contradiction(args):
         parser.error(error)
@@ -159,14 +153,6 @@ def contradiction(args: argparse.Namespace) -> str | None:
         first, second, *_ = (f"--{name.replace('_', '-')}" for name in given)
         return f"{first} and {second} both say what the text has to be; use one"
     return None
-
-
-def version() -> str:
-    found = [f"Python {sys.version.split()[0]}"]
-    for package in ("torch", "triton"):
-        with suppress(metadata.PackageNotFoundError):
-            found.append(f"{package} {metadata.version(package)}")
-    return f"fused-llama with {', '.join(found)}"
 
 
 ESCAPES = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"'": b"'", b'"': b'"', b"\\": b"\\"}

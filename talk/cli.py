@@ -18,6 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -209,6 +210,25 @@ INSTEAD = {  # patterns of llama.cpp's flags that do not exist here, and what to
 }
 
 
+class ShowVersion(argparse.Action):
+    """Of a flag that prints the versions on which results depend, and ends the program."""
+
+    def __call__(self, parser: Parser, *_) -> None:
+        try:
+            show(f"{version()}\n")
+        except OSError as error:
+            parser.exit(1, f"error: {error_line(error)}\n")
+        parser.exit()
+
+
+def version() -> str:
+    found = [f"Python {sys.version.split()[0]}"]
+    for package in ("torch", "triton"):
+        with suppress(metadata.PackageNotFoundError):
+            found.append(f"{package} {metadata.version(package)}")
+    return f"fused-llama with {', '.join(found)}"
+
+
 class Parser(argparse.ArgumentParser):
     """argparse with one-line errors, whole flag names only, and flags that apply only in some of a
     program's modes."""
@@ -224,6 +244,8 @@ class Parser(argparse.ArgumentParser):
         )
         self.epilog = f"Accepted as in llama.cpp, and ignored: {', '.join(IGNORED)}."
         self.add_argument(*IGNORED, nargs="?", dest="ignored", help=argparse.SUPPRESS)
+        help = "print the versions that results depend on"
+        self.add_argument("--version", action=ShowVersion, nargs=0, help=help)
         self.modes = modes
         self.defaults: dict[str, object] = {}
         self.modes_of: dict[str, list[str]] = {}  # the modes in which a flag applies, if not all

@@ -271,6 +271,10 @@ def test_flags_of_llama_cpp(cli, tiny, tmp_path):
     code, out, _ = cli("--version")
     torch_version = torch.__version__.split("+")[0]
     assert code == 0 and re.match(rf"fused-llama with Python 3.*torch {torch_version}", out)
+    with open("/dev/full", "w") as full:
+        version = [sys.executable, HERE / "serve.py", "--version"]
+        failed = subprocess.run(version, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (failed.returncode, failed.stderr) == (1, "error: No space left on device\n")
 
 
 def test_a_model_without_a_template_completes(cli, copy, monkeypatch):
