@@ -279,7 +279,8 @@ def _pick_and_sort_kernel(
     slots = t[:, None] * SIZES.slots + tl.arange(0, BLOCK_S)[None, :]
     chosen, slots = chosen.reshape(TOKENS * BLOCK_S), slots.reshape(TOKENS * BLOCK_S)
     # One scan counts both its slots and, in the upper halves of the numbers, those of lower experts: a
-    # sum of what was reshaped is wrong in Triton 3.6 where several threads hold the same element
+    # sum of what was reshaped is wrong in Triton 3.6 where several threads hold the same element. The
+    # scan gets another layout
     mine = chosen == expert
     found = tl.cumsum(tl.where(mine, 1, tl.where(chosen < expert, 1 << 16, 0)), 0)
     total = tl.max(found, 0)
@@ -389,7 +390,8 @@ def _pick_and_sort(logits: Tensor, pass_: Pass, routes: Routes) -> None:
     sizes = RouterSizes.of(E, k, pass_.norm_topk)
     constants = dict(TOKENS=tokens, SIZES=sizes, warps=min(4, tokens))  # a warp takes whole tokens
     if few:
-        args = (logits, *routes[:4], T)
+        sorted_slots = (routes.order, routes.counts)
+        args = (logits, routes.ids, routes.weights, *sorted_slots, T)
         launch(_pick_and_sort_kernel, (E,), logits.device, *args, **constants)
         return
     args = (logits, routes.ids, routes.weights, T)

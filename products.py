@@ -494,8 +494,8 @@ def _vector_kernel(
 #
 #      The warps of a program share its rows and split the columns; a sum over the warps completes
 #      the product. Tokens are padded to 8 or 16. The norm, where there is one, is a separate kernel
-#      that runs first: while it runs, the first tiles of W are already in flight, except with
-#      experts, whose tiles depend on the router.
+#      that runs first: while it runs, the first tiles of W are already in flight. With experts these
+#      depend on the router, which has normed x.
 
 MAX_FEW = 16  # tokens
 
@@ -591,8 +591,7 @@ def _few_kernel(
     slots = order
     if EXPERTS is not None:
         gdc_wait(PDL)
-        WARPS: tl.constexpr = TILE.warps
-        offs_e = tl.zeros([WARPS, 1], tl.int32) + tl.arange(0, EXPERTS.padded)[None, :]
+        offs_e = tl.full([TILE.warps, 1], 0, tl.int32) + tl.arange(0, EXPERTS.padded)[None, :]
         expert, begin, T = block_of(counts, offs_e, tl.program_id(1), TOKENS, EXPERTS)
         if T <= 0:
             return

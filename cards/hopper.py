@@ -564,12 +564,12 @@ def _layout_of_words(rows, width, warps):
 
 
 class Work(NamedTuple):
-    """What a program does, in steps."""
+    """How the work is divided, and which part is a program's."""
 
-    start: Any
-    end: Any
+    start: Any  # the program's first step
+    end: Any  # and where they end
     tiles: Any  # in a block: of one expert's slots or, without experts, all of them
-    units: Any  # of all programs: steps or, with experts, tiles
+    units: Any  # what programs share: the steps of all tiles or, with experts, whole tiles
     programs: Any  # how many have any
 
 
@@ -651,11 +651,17 @@ def _copy_x(tile, x, rows, present, step, K: gl.constexpr, FORMAT: gl.constexpr)
     async_copy.async_copy_global_to_shared(tile, pointers, mask=present[:, None])
 
 
+@constexpr_function
+def _layout_of_experts(padded, warps):
+    """How threads divide what concerns all experts, of which each warp has its own."""
+    return gl.BlockedLayout([1, min(4, padded)], [1, 32], [warps, 1], [1, 0])
+
+
 @jit
 def _experts_of_each_warp(EXPERTS: gl.constexpr):
-    """0 to EXPERTS.padded for each warp, so that none needs another's result: [WARPS, padded]."""
+    """The experts' numbers for each warp, [WARPS, padded]: see block_of."""
     WARPS: gl.constexpr = gl.num_warps()
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
+    LAYOUT: gl.constexpr = _layout_of_experts(EXPERTS.padded, WARPS)
     offs_e = gl.arange(0, EXPERTS.padded, gl.SliceLayout(0, LAYOUT))[None, :]
     return offs_e + gl.zeros([WARPS, 1], gl.int32, LAYOUT)
 
@@ -665,11 +671,11 @@ def _work_of(
     T, N, slots, TOKENS: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr,
     EXPERTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """This program's part. With experts it depends on how many slots each has: it waits for the
-    router."""
+    """How the work is divided. With experts that depends on how many slots each has: this waits for
+    the router."""
     tiles = gl.cdiv(N, ROWS)
     if EXPERTS is None:
-        UNIT: gl.constexpr = 1  # steps that one program takes
+        UNIT: gl.constexpr = 1  # steps that stay together
         tiles *= gl.cdiv(T, TOKENS)
         units = tiles * STEPS
     else:

@@ -244,8 +244,8 @@ class Parser(argparse.ArgumentParser):
         )
         self.epilog = f"Accepted as in llama.cpp, and ignored: {', '.join(IGNORED)}."
         self.add_argument(*IGNORED, nargs="?", dest="ignored", help=argparse.SUPPRESS)
-        help = "print the versions that results depend on"
-        self.add_argument("--version", action=ShowVersion, nargs=0, help=help)
+        about = "print the versions that results depend on"
+        self.add_argument("--version", action=ShowVersion, nargs=0, help=about)
         self.modes = modes
         self.defaults: dict[str, object] = {}
         self.modes_of: dict[str, list[str]] = {}  # the modes in which a flag applies, if not all

@@ -156,11 +156,11 @@ def launch_experts(dtype: torch.dtype, T: int, format) -> None:
 
 
 def launch_routers(dtype: torch.dtype) -> None:
-    """Of Qwen3-30B-A3B, with a few tokens, more, and a prompt."""
+    """Of Qwen3-30B-A3B, with 2 to 8 tokens, up to 16, more, and a prompt."""
     router = Matrix(torch.zeros(128, 2048, dtype=dtype))
     norm = torch.zeros(2048, dtype=dtype)
     layer = SimpleNamespace(ffn_norm=norm, router=router)
-    for T in (3, 16, 200):
+    for T in (3, 16, 20, 200):
         kernels.fused.route(torch.zeros(T, 2048, dtype=dtype), layer, pass_of_experts(8))
 
 
