@@ -390,8 +390,7 @@ def _pick_and_sort(logits: Tensor, pass_: Pass, routes: Routes) -> None:
     sizes = RouterSizes.of(E, k, pass_.norm_topk)
     constants = dict(TOKENS=tokens, SIZES=sizes, warps=min(4, tokens))  # a warp takes whole tokens
     if few:
-        sorted_slots = (routes.order, routes.counts)
-        args = (logits, routes.ids, routes.weights, *sorted_slots, T)
+        args = (logits, routes.ids, routes.weights, routes.order, routes.counts, T)
         launch(_pick_and_sort_kernel, (E,), logits.device, *args, **constants)
         return
     args = (logits, routes.ids, routes.weights, T)
