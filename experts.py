@@ -46,8 +46,10 @@ if TYPE_CHECKING:
     from model import LayerWeights
     from passes import Pass
 
-FEW_SORTED = 8  # up to so many tokens, one kernel picks the experts and sorts the slots
-FEW_ROUTED = 16  # up to so many tokens, logits without tensor cores, by a kernel that also norms x
+FEW_SORTED = 8  # up to this many tokens, one kernel picks the experts and sorts the slots
+# Up to this many tokens, the kernel that computes the logits uses no tensor cores and also stores
+# rmsnorm(x)
+FEW_ROUTED = 16
 MOST_ROUTED = 128  # beyond, the library computes the logits
 PICKED = 4  # tokens of a program of _pick_kernel
 LOWEST = constexpr(torch.finfo(torch.float32).min)
@@ -278,9 +280,9 @@ def _pick_and_sort_kernel(
     BLOCK_S: tl.constexpr = SIZES.slots_padded
     slots = t[:, None] * SIZES.slots + tl.arange(0, BLOCK_S)[None, :]
     chosen, slots = chosen.reshape(TOKENS * BLOCK_S), slots.reshape(TOKENS * BLOCK_S)
-    # One scan counts both its slots and, in the upper halves of the numbers, those of lower experts: a
-    # sum of what was reshaped is wrong in Triton 3.6 where several threads hold the same element. The
-    # scan gets another layout
+    # One scan counts this expert's slots in its lower 16 bits, and those of lower experts in its upper
+    # 16. Triton 3.6 gets a sum over a reshaped tensor wrong where several threads hold the same element;
+    # for a scan the tensor is first converted to another layout
     mine = chosen == expert
     found = tl.cumsum(tl.where(mine, 1, tl.where(chosen < expert, 1 << 16, 0)), 0)
     total = tl.max(found, 0)

@@ -352,7 +352,7 @@ class Experts(NamedTuple):
 
 @jit
 def _any_of_three(a, b, c, same_a, same_b, same_c):
-    """For a reduction whose elements are the same."""
+    """Combine equal triples: either will do."""
     return a, b, c
 
 
@@ -360,8 +360,8 @@ def _any_of_three(a, b, c, same_a, same_b, same_c):
 def block_of(counts, offs_e, block, SIZE: tl.constexpr, EXPERTS: tl.constexpr):
     """Among blocks of at most SIZE slots that chose the same expert, the one with this index: its
     expert, where its slots begin among the sorted ones, and how many they are; 0 or less beyond the
-    last block. offs_e: the experts' numbers in each row, [rows, EXPERTS.padded]. With a row for each
-    warp, and up to 128 experts, a warp needs no other's results until the end."""
+    last block. offs_e: 0 to EXPERTS.padded - 1 in every row, [rows, EXPERTS.padded]. With a row for
+    each warp, and up to 128 experts, warps exchange nothing but the final result."""
     count = tl.load(counts + offs_e, mask=offs_e < EXPERTS.count, other=0)
     blocks = (count + SIZE - 1) // SIZE
     ends = tl.cumsum(blocks, 1)

@@ -494,8 +494,8 @@ def _vector_kernel(
 #
 #      The warps of a program share its rows and split the columns; a sum over the warps completes
 #      the product. Tokens are padded to 8 or 16. The norm, where there is one, is a separate kernel
-#      that runs first: while it runs, the first tiles of W are already in flight. With experts these
-#      depend on the router, which has normed x.
+#      that runs first: while it runs, the first tiles of W are already in flight. With experts, which
+#      tiles these are depends on the router, which has already normalised x.
 
 MAX_FEW = 16  # tokens
 

@@ -564,13 +564,13 @@ def _layout_of_words(rows, width, warps):
 
 
 class Work(NamedTuple):
-    """How the work is divided, and which part is a program's."""
+    """How the work is divided among programs, and this program's part of it."""
 
-    start: Any  # the program's first step
-    end: Any  # and where they end
+    start: Any  # this program's first step
+    end: Any  # the step after its last one
     tiles: Any  # in a block: of one expert's slots or, without experts, all of them
-    units: Any  # what programs share: the steps of all tiles or, with experts, whole tiles
-    programs: Any  # how many have any
+    units: Any  # what is divided: the steps of all tiles or, with experts, whole tiles
+    programs: Any  # how many programs have work
 
 
 class Place(NamedTuple):
@@ -653,13 +653,13 @@ def _copy_x(tile, x, rows, present, step, K: gl.constexpr, FORMAT: gl.constexpr)
 
 @constexpr_function
 def _layout_of_experts(padded, warps):
-    """How threads divide what concerns all experts, of which each warp has its own."""
+    """The layout of a tensor [warps, padded] of which each warp holds one row."""
     return gl.BlockedLayout([1, min(4, padded)], [1, 32], [warps, 1], [1, 0])
 
 
 @jit
 def _experts_of_each_warp(EXPERTS: gl.constexpr):
-    """The experts' numbers for each warp, [WARPS, padded]: see block_of."""
+    """0 to padded - 1 in a row for each warp, [WARPS, padded]: what block_of calls offs_e."""
     WARPS: gl.constexpr = gl.num_warps()
     LAYOUT: gl.constexpr = _layout_of_experts(EXPERTS.padded, WARPS)
     offs_e = gl.arange(0, EXPERTS.padded, gl.SliceLayout(0, LAYOUT))[None, :]
@@ -671,11 +671,11 @@ def _work_of(
     T, N, slots, TOKENS: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr,
     EXPERTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """How the work is divided. With experts that depends on how many slots each has: this waits for
-    the router."""
+    """Divide the work among programs. With experts, this waits for the router, since it needs to know
+    how many slots each of them has."""
     tiles = gl.cdiv(N, ROWS)
     if EXPERTS is None:
-        UNIT: gl.constexpr = 1  # steps that stay together
+        UNIT: gl.constexpr = 1  # steps of a unit
         tiles *= gl.cdiv(T, TOKENS)
         units = tiles * STEPS
     else:
@@ -854,7 +854,7 @@ def _multiply_tiles(
                     operands += (a,)
                 acc = warpgroup_mma_wait(0, deps=(acc,) + operands)[0]
                 mbarrier.arrive(empty.index(stage), count=1)
-            if EXPERTS is None:
+            if EXPERTS is None:  # with experts, _work_of has waited
                 gdc_wait(PDL)
             place = _tile_of(tile, block, result.N, TOKENS, ROWS, EXPERTS)
             whole = high - low == STEPS

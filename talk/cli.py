@@ -211,7 +211,7 @@ INSTEAD = {  # patterns of llama.cpp's flags that do not exist here, and what to
 
 
 class ShowVersion(argparse.Action):
-    """Of a flag that prints the versions on which results depend, and ends the program."""
+    """Print the versions that results depend on, and exit."""
 
     def __call__(self, parser: Parser, *_) -> None:
         try:

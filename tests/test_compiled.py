@@ -156,7 +156,7 @@ def launch_experts(dtype: torch.dtype, T: int, format) -> None:
 
 
 def launch_routers(dtype: torch.dtype) -> None:
-    """Of Qwen3-30B-A3B, with 2 to 8 tokens, up to 16, more, and a prompt."""
+    """Of Qwen3-30B-A3B, with as many tokens as each kernel of the router takes."""
     router = Matrix(torch.zeros(128, 2048, dtype=dtype))
     norm = torch.zeros(2048, dtype=dtype)
     layer = SimpleNamespace(ffn_norm=norm, router=router)
