@@ -16,6 +16,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -943,6 +944,15 @@ class Server:
     def __exit__(self, *_) -> None:
         self.process.kill()
         self.reader.join()
+
+    @contextlib.contextmanager
+    def stopped(self):
+        """The process with the model stands still, so no text ends; clients are still answered."""
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)

@@ -479,10 +479,10 @@ def test_serve_origins_and_keys(server, tiny):
         preflight = asks | dict(Origin="http://localhost")
         assert keyed.ask("/v1/models", method="OPTIONS", **preflight)[0] == 200
         # of a queue of 0, one text is written and none waits
-        busy = keyed.begin(body=LONG | dict(stream=True), **key)
-        assert busy.getresponse().readline().startswith(b"data")
-        assert keyed.ask(TEXTS_AT, LONG, **key)[0] == 503
-        busy.close()
+        with keyed.stopped():
+            writing, refused = two_clients(keyed, **key)
+            assert refused.getresponse().status == 503
+            writing.close()
         keyed.process.send_signal(signal.SIGINT)
         assert keyed.process.wait(PATIENCE) == 130
 
@@ -490,36 +490,45 @@ def test_serve_origins_and_keys(server, tiny):
 LONG = dict(prompt="Once upon a time", max_tokens=900, ignore_eos=True, temperature=0)
 
 
+def two_clients(served: Server, **headers) -> list[http.client.HTTPConnection]:
+    """Of two that ask at once, the one that is not answered and the one that is."""
+    clients = [served.begin(body=LONG, **headers) for _ in range(2)]
+    [answered], _, _ = select.select([client.sock for client in clients], [], [], PATIENCE)
+    return sorted(clients, key=lambda client: client.sock is answered)
+
+
 def eventually(condition) -> bool:
     deadline = time.monotonic() + 20
-    while not condition() and time.monotonic() < deadline:
+    while not (holds := condition()) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return condition()
+    return holds
 
 
 def test_serve_clients_that_leave_and_wait(server):
     """At most one waits; those who leave make way, also while they wait."""
     said = server.complete()["text"]
+    short = dict(prompt="Once upon a time", max_tokens=12, temperature=0)
     running = server.begin(body=LONG | dict(stream=True))
     assert running.getresponse().readline().startswith(b"data")
-    waiting = server.begin(body=LONG)
-    time.sleep(0.2)
-    status, headers, answer = server.ask(TEXTS_AT, LONG)
-    assert (status, headers["retry-after"]) == (503, "2")
-    assert answer["error"]["code"] == "queue_full"
-    assert answer["error"]["message"] == "the server is busy, and its queue of 1 is full"
-    assert server.ask("/health", method="GET")[0] == 200, "while a text is written"
-    waiting.close()
-    second = server.begin(body=dict(prompt="Once upon a time", max_tokens=12, temperature=0))
+    with server.stopped():
+        waiting, refused = two_clients(server)
+        answer = refused.getresponse()
+        assert (answer.status, answer.headers["retry-after"]) == (503, "2")
+        error = json.load(answer)["error"]
+        assert error["code"] == "queue_full"
+        assert error["message"] == "the server is busy, and its queue of 1 is full"
+        assert server.ask("/health", method="GET")[0] == 200, "while a text is written"
+        waiting.close()
+        second = server.begin(body=short)
 
-    def waits() -> bool:
-        nonlocal second
-        if not select.select([second.sock], [], [], 0.2)[0]:
-            return True
-        second = server.begin(body=dict(prompt="Once upon a time", max_tokens=12, temperature=0))
-        return False
+        def waits() -> bool:
+            nonlocal second
+            if not select.select([second.sock], [], [], 1)[0]:
+                return True
+            second = server.begin(body=short)
+            return False
 
-    assert eventually(waits), "the place of the client that has left"
+        assert eventually(waits), "the place of the client that has left"
     start = time.monotonic()
     running.close()
     assert json.loads(second.getresponse().read())["choices"][0]["text"] == said
