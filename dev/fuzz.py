@@ -41,7 +41,8 @@ SECONDS, MEMORY = 10, 1 << 30  # limits of a case
 # The last line that a program may write when it fails, with --debug
 DOCUMENTED = re.compile(
     "error: .+|RuntimeError: the logits are not finite.*|"
-    "(Value|FileNotFound|FileExists|IsADirectory|Permission|OS|Memory)Error: .+"
+    "(Value|FileNotFound|FileExists|IsADirectory|Permission|OS|Memory)Error: .+|"
+    r"texts\.ContextFull: .+"
 )
 
 # ---- how it is corrupted
