@@ -947,7 +947,7 @@ class Server:
 
     @contextlib.contextmanager
     def stopped(self):
-        """The process with the model stands still, so no text ends; clients are still answered."""
+        """Stop the process with the model: no text goes on, but clients are still answered."""
         self.process.send_signal(signal.SIGSTOP)
         try:
             yield

@@ -482,7 +482,7 @@ def test_serve_origins_and_keys(server, tiny):
         with keyed.stopped():
             writing, refused = two_clients(keyed, **key)
             assert refused.getresponse().status == 503
-            writing.close()
+        assert writing.getresponse().status == 200
         keyed.process.send_signal(signal.SIGINT)
         assert keyed.process.wait(PATIENCE) == 130
 
@@ -491,7 +491,7 @@ LONG = dict(prompt="Once upon a time", max_tokens=900, ignore_eos=True, temperat
 
 
 def two_clients(served: Server, **headers) -> list[http.client.HTTPConnection]:
-    """Of two that ask at once, the one that is not answered and the one that is."""
+    """Two clients ask at once; returns the one still waiting, then the one already answered."""
     clients = [served.begin(body=LONG, **headers) for _ in range(2)]
     [answered], _, _ = select.select([client.sock for client in clients], [], [], PATIENCE)
     return sorted(clients, key=lambda client: client.sock is answered)
